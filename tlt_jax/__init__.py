@@ -1,0 +1,1 @@
+"""Reinforcement learning of reasoning language models in JAX with lossless speculative rollouts."""

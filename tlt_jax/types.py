@@ -1,0 +1,108 @@
+"""Dimension key, and the plain messages that packages exchange.
+
+Dimension key. In traced code an array of known rank ends in its letters, as in `logits_BTV`:
+
+    B  sequences (rows)          T  query positions        S  cache positions
+    D  model width               N  query heads            K  key/value heads
+    G  query heads per kv head   H  head width             F  feed-forward width
+    V  vocabulary                L  layers                 W  draft-tree nodes
+    P  prompts                   R  rollouts per prompt    A  bandit arms
+
+Scalars, pytrees, host lists and dataclass fields carry no suffix; a field says its shape in a comment.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+Params = dict[str, Any]  # nested dict of jax.Array, weights as [out, in]
+
+FINISH_STOP = "stop"
+FINISH_LENGTH = "length"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How one request is sampled.
+
+    Attributes:
+      temperature: divides the logits; 0 is plain arg-max.
+      top_k: keep the k most likely tokens; 0 keeps all.
+      top_p: keep the smallest set of most likely tokens whose mass reaches `top_p`; 1.0 keeps all.
+      min_p: keep tokens with probability at least `min_p` times the largest; 0.0 keeps all.
+      max_tokens: most new tokens, the stop token included.
+      stop_token_ids: ids that end the response; the id itself is kept as its last token.
+      stop: strings that end the response; the response is cut after the token that completes one.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    max_tokens: int = 256
+    stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
+
+    def __post_init__(self):
+        checks = (
+            ("temperature", self.temperature >= 0.0, ">= 0"),
+            ("top_k", self.top_k >= 0, ">= 0 (0 keeps all)"),
+            ("top_p", 0.0 < self.top_p <= 1.0, "in (0, 1]"),
+            ("min_p", 0.0 <= self.min_p < 1.0, "in [0, 1)"),
+            ("max_tokens", self.max_tokens >= 1, ">= 1"),
+        )
+        for name, ok, expected in checks:
+            if not ok:
+                raise ValueError(f"sampling.{name}: got {getattr(self, name)}, expected {expected}")
+
+    @property
+    def truncates(self) -> bool:
+        """True where top-k, top-p or min-p cut the law that tokens are drawn from."""
+        return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Request:
+    """One response to generate.
+
+    `request_id` seeds the request's noise together with the run's seed, so equal ids give equal tokens
+    whatever else is in the batch. Requests of one `prompt_id` share their prefill.
+    """
+
+    request_id: int
+    prompt_id: int
+    prompt_ids: tuple[int, ...]
+    sampling: SamplingParams
+    sample: int = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Completion:
+    """A finished response.
+
+    `logprobs` are natural-log probabilities of the emitted tokens under the law they were drawn from
+    (temperature and truncation applied; at temperature 0, the law at temperature 1).
+    """
+
+    request_id: int
+    prompt_id: int
+    sample: int
+    prompt_ids: tuple[int, ...]
+    token_ids: np.ndarray  # i32[n]
+    logprobs: np.ndarray  # f32[n]
+    finish_reason: str  # "stop" or "length"
+    policy_version: int = 0
+    worker: int = 0
+    rounds: int = 0  # target forwards that this response took part in
+    drafted: int = 0  # tokens proposed by a drafter
+    accepted: int = 0  # of those, tokens that were committed
+    start_s: float = 0.0  # since the start of the rollout
+    end_s: float = 0.0
+
+    @property
+    def accept_len(self) -> float:
+        """Tokens committed per target forward, bonus token included."""
+        return len(self.token_ids) / max(self.rounds, 1)
