@@ -1,0 +1,90 @@
+"""Key/value cache: fixed capacity, per-row offsets, one buffer per layer.
+
+Keys are stored [B,K,H,S] and values [B,K,S,H], so that both attention products contract contiguous
+memory. A row's valid slots are `0..length-1`; whatever lies beyond is stale and masked by position, so
+rolling a row back is only a smaller length. The engine donates the cache to every step; nothing here copies
+it except `resize`, whose purpose is to.
+"""
+
+from __future__ import annotations
+
+import flax
+import jax
+import jax.numpy as jnp
+
+from tlt_jax.models.config import ModelConfig
+
+
+@flax.struct.dataclass(kw_only=True)
+class LayerCache:
+    k: jax.Array  # [B,K,H,S]
+    v: jax.Array  # [B,K,S,H]
+
+
+Cache = tuple[LayerCache, ...]
+
+
+def cache_shapes(config: ModelConfig, num_rows: int, capacity: int, dtype: str) -> Cache:
+    """Shapes of a cache for `num_rows` rows of `capacity` slots."""
+    k = jax.ShapeDtypeStruct((num_rows, config.num_kv_heads, config.head_dim, capacity), dtype)
+    v = jax.ShapeDtypeStruct((num_rows, config.num_kv_heads, capacity, config.head_dim), dtype)
+    return tuple(LayerCache(k=k, v=v) for _ in range(config.num_layers))
+
+
+def init_cache(config: ModelConfig, num_rows: int, capacity: int, dtype: str) -> Cache:
+    """A zero cache for `num_rows` rows of `capacity` slots."""
+    return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), cache_shapes(config, num_rows, capacity, dtype))
+
+
+def cache_bytes(config: ModelConfig, num_rows: int, capacity: int, dtype: str) -> int:
+    """Bytes of a cache for `num_rows` rows of `capacity` slots."""
+    values = 2 * config.num_layers * num_rows * config.num_kv_heads * config.head_dim * capacity
+    return values * jnp.dtype(dtype).itemsize
+
+
+def write(layer: LayerCache, k_BTKH: jax.Array, v_BTKH: jax.Array, start_B: jax.Array) -> LayerCache:
+    """Writes T new keys and values of row b at slots `start_B[b] ... start_B[b]+T-1`.
+
+    The caller guarantees `start_B + T <= S`: `dynamic_update_slice` would shift a block that does not fit
+    and overwrite older entries without a word.
+    """
+    k_BKHT = k_BTKH.astype(layer.k.dtype).transpose(0, 2, 3, 1)
+    v_BKTH = v_BTKH.astype(layer.v.dtype).transpose(0, 2, 1, 3)
+    put = jax.lax.dynamic_update_slice
+    return LayerCache(
+        k=jax.vmap(lambda c, x, i: put(c, x, (0, 0, i)))(layer.k, k_BKHT, start_B),
+        v=jax.vmap(lambda c, x, i: put(c, x, (0, i, 0)))(layer.v, v_BKTH, start_B),
+    )
+
+
+def resize(cache: Cache, rows: jax.Array, capacity: int) -> Cache:
+    """Row `rows[i]` of `cache` becomes row i of a new cache with `capacity` slots per row.
+
+    Slots are cut or zero-filled at the end; the caller keeps every live row within `capacity`.
+    """
+
+    def fit(x: jax.Array, axis: int) -> jax.Array:
+        x = jnp.take(x, rows, axis=0)
+        extra = capacity - x.shape[axis]
+        if extra <= 0:
+            return jax.lax.slice_in_dim(x, 0, capacity, axis=axis)
+        return jnp.pad(x, [(0, extra if a == axis else 0) for a in range(x.ndim)])
+
+    return tuple(LayerCache(k=fit(c.k, 3), v=fit(c.v, 2)) for c in cache)
+
+
+def copy_rows(cache: Cache, source: Cache, from_rows: jax.Array, to_rows: jax.Array, count: jax.Array) -> Cache:
+    """Copies row `from_rows[i]` of `source` over the head of row `to_rows[i]` of `cache`, for i < count.
+
+    `source` may have fewer slots than `cache`, never more. A loop over rows, so that a donated `cache` is
+    updated in place and one program serves any number of rows.
+    """
+
+    def body(i: jax.Array, cache: Cache) -> Cache:
+        def put(x: jax.Array, y: jax.Array) -> jax.Array:
+            row = jax.lax.dynamic_slice_in_dim(y, from_rows[i], 1, axis=0)
+            return jax.lax.dynamic_update_slice(x, row, (to_rows[i], 0, 0, 0))
+
+        return jax.tree.map(put, cache, source)
+
+    return jax.lax.fori_loop(0, count, body, cache)

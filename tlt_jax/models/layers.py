@@ -1,0 +1,175 @@
+"""Linen building blocks, and the products and attentions that are chosen by platform.
+
+Weights are stored as Hugging Face stores them, [out, in]. Norms, softmax and logits are f32 whatever the
+compute dtype: bf16 log-probabilities of a 150k vocabulary are off by up to 0.04.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+
+from tlt_jax.models.config import ModelConfig, rope_frequencies
+
+MASKED = -1e30  # finite, so that a fully masked row gives numbers and not NaN
+
+# Up to this many rows a product is bound by reading the weight, and XLA:CPU is 2-3x faster with the
+# weight as the left operand.
+_THIN_ROWS = 64
+# Query rows attended at a time in the uncached forward: bounds the score matrix at [B,N,512,T].
+_QUERY_BLOCK = 512
+
+
+def platform_of(config: ModelConfig) -> str:
+    """The platform whose kernels are traced: the configured one, or the default backend."""
+    return config.platform or jax.default_backend()
+
+
+def matmul(x_xI: jax.Array, w_OI: jax.Array, platform: str, out_dtype: str | jnp.dtype = "float32") -> jax.Array:
+    """`x @ w.T` with f32 accumulation, in the form that is fast on `platform`.
+
+    Args:
+      x_xI: activations, any leading dimensions.
+      w_OI: weight as [out, in]; cast to the dtype of `x_xI`.
+      platform: "cpu", or anything else for the plain product.
+      out_dtype: dtype of the result.
+
+    Returns:
+      [..., O] of `out_dtype`.
+    """
+    lead = x_xI.shape[:-1]
+    num_rows = 1
+    for n in lead:
+        num_rows *= n
+    w_OI = w_OI.astype(x_xI.dtype)
+    if platform != "cpu" or num_rows > _THIN_ROWS:
+        y_xO = jnp.einsum("...i,oi->...o", x_xI, w_OI, preferred_element_type=jnp.float32)
+        return y_xO.astype(out_dtype)
+    x_MI = x_xI.reshape(num_rows, -1)
+    # bf16 with one row falls to a naive loop on XLA:CPU, ten times slower than with two.
+    pad = int(num_rows == 1 and x_xI.dtype == jnp.bfloat16)
+    if pad:
+        x_MI = jnp.pad(x_MI, ((0, 1), (0, 0)))
+    y_OM = jax.lax.dot_general(w_OI, x_MI, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+    # Without the barrier the simplifier folds the transpose back into the slow form.
+    y_MO = jax.lax.optimization_barrier(y_OM).T
+    return y_MO[:num_rows].reshape(*lead, -1).astype(out_dtype)
+
+
+class Linear(nn.Module):
+    """`x @ weight.T + bias`, weight [out, in]."""
+
+    num_out: int
+    use_bias: bool
+    config: ModelConfig
+
+    @nn.compact
+    def __call__(self, x_BTI: jax.Array) -> jax.Array:
+        w_OI = self.param("weight", nn.initializers.normal(0.02), (self.num_out, x_BTI.shape[-1]), jnp.float32)
+        y_BTO = matmul(x_BTI, w_OI, platform_of(self.config))
+        if self.use_bias:
+            y_BTO += self.param("bias", nn.initializers.zeros, (self.num_out,), jnp.float32)
+        return y_BTO.astype(self.config.dtype)
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm over the last axis, in f32."""
+
+    config: ModelConfig
+
+    @nn.compact
+    def __call__(self, x_xD: jax.Array) -> jax.Array:
+        scale_D = self.param("scale", nn.initializers.ones, (x_xD.shape[-1],), jnp.float32)
+        x_f32 = x_xD.astype(jnp.float32)
+        inv = jax.lax.rsqrt(jnp.mean(x_f32 * x_f32, axis=-1, keepdims=True) + self.config.rms_norm_eps)
+        # The normalised value is rounded to the compute dtype before scaling, as the reference models do.
+        return scale_D.astype(self.config.dtype) * (x_f32 * inv).astype(self.config.dtype)
+
+
+class Embed(nn.Module):
+    """Token embedding, weight [V, D]."""
+
+    config: ModelConfig
+
+    @nn.compact
+    def __call__(self, tokens_BT: jax.Array) -> jax.Array:
+        shape = (self.config.vocab_size, self.config.hidden_size)
+        w_VD = self.param("weight", nn.initializers.normal(0.02), shape, jnp.float32)
+        return jnp.take(w_VD, tokens_BT, axis=0).astype(self.config.dtype)
+
+
+def rope_tables(config: ModelConfig, positions_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """cos and sin f32[B,T,1,H/2] of the rotary angles at the given positions."""
+    inv_freq, factor = rope_frequencies(config)
+    angle_BTH = positions_BT[..., None].astype(jnp.float32) * inv_freq
+    return jnp.cos(angle_BTH)[:, :, None] * factor, jnp.sin(angle_BTH)[:, :, None] * factor
+
+
+def apply_rope(x_BTNH: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Rotates the half-split pairs (i, i + H/2), the layout of Hugging Face files."""
+    a, b = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_BTNH.dtype)
+
+
+def attend_cached(q_BTNH: jax.Array, k_BKHS: jax.Array, v_BKSH: jax.Array, mask_BTS: jax.Array) -> jax.Array:
+    """Attention of T new queries over a cache, softmax in f32.
+
+    Returns:
+      [B,T,N,H] in the dtype of the queries.
+    """
+    B, T, N, H = q_BTNH.shape
+    K = k_BKHS.shape[1]
+    q_BKMH = (q_BTNH * H**-0.5).astype(k_BKHS.dtype).reshape(B, T, K, N // K, H)
+    q_BKMH = q_BKMH.transpose(0, 2, 3, 1, 4).reshape(B, K, -1, H)  # M = (group, query)
+    score_BKMS = jnp.einsum("bkmh,bkhs->bkms", q_BKMH, k_BKHS, preferred_element_type=jnp.float32)
+    score_BKGTS = score_BKMS.reshape(B, K, N // K, T, -1)
+    score_BKGTS = jnp.where(mask_BTS[:, None, None], score_BKGTS, MASKED)
+    prob_BKMS = jax.nn.softmax(score_BKGTS, axis=-1).reshape(score_BKMS.shape).astype(v_BKSH.dtype)
+    out_BKMH = jnp.einsum("bkms,bksh->bkmh", prob_BKMS, v_BKSH, preferred_element_type=jnp.float32)
+    out_BTNH = out_BKMH.reshape(B, K, N // K, T, H).transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
+    return out_BTNH.astype(q_BTNH.dtype)
+
+
+def attend_uncached(
+    q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, segment_ids_BT: jax.Array | None, platform: str
+) -> jax.Array:
+    """Causal attention inside equal segments, softmax in f32; segment 0 is padding.
+
+    On GPU, unsegmented bf16 rows go to cuDNN's flash kernel; everything else runs in blocks of queries, so
+    that memory grows with T and not with its square.
+    """
+    B, T, N, H = q_BTNH.shape
+    if platform in ("gpu", "cuda") and segment_ids_BT is None and q_BTNH.dtype == jnp.bfloat16:
+        return jax.nn.dot_product_attention(q_BTNH, k_BTKH, v_BTKH, is_causal=True, implementation="cudnn")
+    block = min(T, _QUERY_BLOCK)
+    if T % block:
+        block = T
+    attend = functools.partial(_attend_block, k_BTKH=k_BTKH, v_BTKH=v_BTKH, segment_ids_BT=segment_ids_BT)
+    if block == T:
+        return attend(q_BTNH, jnp.int32(0))
+    q_xBTNH = q_BTNH.reshape(B, T // block, block, N, H).swapaxes(0, 1)
+    starts = jnp.arange(0, T, block, dtype=jnp.int32)
+    out_xBTNH = jax.lax.map(lambda args: jax.checkpoint(attend)(*args), (q_xBTNH, starts))
+    return out_xBTNH.swapaxes(0, 1).reshape(B, T, N, H)
+
+
+def _attend_block(
+    q_BTNH: jax.Array, start: jax.Array, *, k_BTKH: jax.Array, v_BTKH: jax.Array, segment_ids_BT: jax.Array | None
+) -> jax.Array:
+    """Attention of the queries at `start ...` over all keys. S is the key axis here."""
+    B, T, N, H = q_BTNH.shape
+    S, K = k_BTKH.shape[1:3]
+    query_T = start + jnp.arange(T)
+    mask_BTS = (query_T[:, None] >= jnp.arange(S)[None, :])[None]
+    if segment_ids_BT is not None:
+        query_segment_BT = jax.lax.dynamic_slice_in_dim(segment_ids_BT, start, T, axis=1)
+        mask_BTS = mask_BTS & (query_segment_BT[:, :, None] == segment_ids_BT[:, None, :])
+    q_BTKGH = (q_BTNH * H**-0.5).reshape(B, T, K, N // K, H)
+    score_BKGTS = jnp.einsum("btkgh,bskh->bkgts", q_BTKGH, k_BTKH, preferred_element_type=jnp.float32)
+    score_BKGTS = jnp.where(mask_BTS[:, None, None], score_BKGTS, MASKED)
+    prob_BKGTS = jax.nn.softmax(score_BKGTS, axis=-1).astype(v_BTKH.dtype)
+    out_BTKGH = jnp.einsum("bkgts,bskh->btkgh", prob_BKGTS, v_BTKH, preferred_element_type=jnp.float32)
+    return out_BTKGH.reshape(B, T, N, H).astype(q_BTNH.dtype)

@@ -1,0 +1,226 @@
+"""The decoder: Llama 3.x, Qwen2 / 2.5, Qwen3 and SmolLM2 in one linen module, behind pure functions.
+
+`forward` runs whole sequences without a cache (training, scoring). `forward_cached` appends T tokens per row
+to a cache at per-row offsets and serves prefill (T = a chunk), decode (T = 1) and verification of a draft tree
+(T = nodes, with the tree's mask and positions) alike. Neither computes logits: callers pick the positions they
+need and pass them to `compute_logits`.
+
+Parameters are a plain nested dict, weights as [out, in]:
+
+    embed/weight  final_norm/scale  head/weight (untied models only)
+    layers_{i}/{attn_norm,mlp_norm}/scale  layers_{i}/attn/{q,k,v,o}/{weight,bias}  layers_{i}/attn/{q,k}_norm/scale
+    layers_{i}/mlp/{gate,up,down}/weight
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import flax
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+
+from tlt_jax.models import layers
+from tlt_jax.models.cache import Cache, LayerCache, write
+from tlt_jax.models.config import ModelConfig
+from tlt_jax.types import Params
+
+
+@flax.struct.dataclass(kw_only=True)
+class ForwardOut:
+    hidden: jax.Array  # [B,T,D] after the final norm
+    features: tuple[jax.Array, ...] = ()  # [B,T,D] each: outputs of the layers asked for, before the final norm
+
+
+@flax.struct.dataclass(kw_only=True)
+class CacheView:
+    """What the layers need to know of a cached step, the same for all of them."""
+
+    start: jax.Array  # i32[B] slot of the first new token
+    mask: jax.Array  # bool[B,T,S] slots each new token sees
+
+
+class Attention(nn.Module):
+    config: ModelConfig
+
+    @nn.compact
+    def __call__(self, x_BTD, rope, segment_ids_BT, layer_cache, view):
+        c = self.config
+        B, T = x_BTD.shape[:2]
+
+        def project(name, num_heads):
+            return layers.Linear(num_heads * c.head_dim, c.attention_bias, c, name=name)(x_BTD).reshape(
+                B, T, num_heads, c.head_dim
+            )
+
+        q_BTNH, k_BTKH, v_BTKH = project("q", c.num_heads), project("k", c.num_kv_heads), project("v", c.num_kv_heads)
+        if c.qk_norm:  # per head, before rope
+            q_BTNH = layers.RMSNorm(c, name="q_norm")(q_BTNH)
+            k_BTKH = layers.RMSNorm(c, name="k_norm")(k_BTKH)
+        q_BTNH, k_BTKH = layers.apply_rope(q_BTNH, *rope), layers.apply_rope(k_BTKH, *rope)
+        if layer_cache is None:
+            out_BTNH = layers.attend_uncached(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT, layers.platform_of(c))
+        else:
+            layer_cache = write(layer_cache, k_BTKH, v_BTKH, view.start)
+            out_BTNH = layers.attend_cached(q_BTNH, layer_cache.k, layer_cache.v, view.mask)
+        out_BTD = layers.Linear(c.hidden_size, c.output_bias, c, name="o")(out_BTNH.reshape(B, T, -1))
+        return out_BTD, layer_cache
+
+
+class Mlp(nn.Module):
+    config: ModelConfig
+
+    @nn.compact
+    def __call__(self, x_BTD):
+        c = self.config
+        gate_BTF = layers.Linear(c.intermediate_size, False, c, name="gate")(x_BTD)
+        up_BTF = layers.Linear(c.intermediate_size, False, c, name="up")(x_BTD)
+        return layers.Linear(c.hidden_size, False, c, name="down")(nn.silu(gate_BTF) * up_BTF)
+
+
+class DecoderLayer(nn.Module):
+    config: ModelConfig
+
+    @nn.compact
+    def __call__(self, x_BTD, rope, segment_ids_BT, layer_cache: LayerCache | None, view: CacheView | None):
+        c = self.config
+        attn_BTD, layer_cache = Attention(c, name="attn")(
+            layers.RMSNorm(c, name="attn_norm")(x_BTD), rope, segment_ids_BT, layer_cache, view
+        )
+        x_BTD = x_BTD + attn_BTD
+        x_BTD = x_BTD + Mlp(c, name="mlp")(layers.RMSNorm(c, name="mlp_norm")(x_BTD))
+        return x_BTD, layer_cache
+
+
+class Transformer(nn.Module):
+    config: ModelConfig
+    remat: bool = False
+
+    @nn.compact
+    def __call__(self, tokens_BT, positions_BT, segment_ids_BT=None, cache: Cache | None = None, view=None, taps=()):
+        c = self.config
+        rope = layers.rope_tables(c, positions_BT)
+        x_BTD = layers.Embed(c, name="embed")(tokens_BT)
+        layer_cls = nn.remat(DecoderLayer) if self.remat else DecoderLayer
+        features, new_cache = [], []
+        for i in range(c.num_layers):
+            layer_cache = None if cache is None else cache[i]
+            x_BTD, layer_cache = layer_cls(c, name=f"layers_{i}")(x_BTD, rope, segment_ids_BT, layer_cache, view)
+            new_cache.append(layer_cache)
+            if i in taps:
+                features.append(x_BTD)
+        if c.num_layers and not c.tie_embeddings and self.is_initializing():
+            _UntiedHead(c, name="head")()
+        hidden_BTD = layers.RMSNorm(c, name="final_norm")(x_BTD)
+        return ForwardOut(hidden=hidden_BTD, features=tuple(features)), tuple(new_cache)
+
+
+class _UntiedHead(nn.Module):
+    """Declares the parameter only; `compute_logits` uses it."""
+
+    config: ModelConfig
+
+    @nn.compact
+    def __call__(self):
+        shape = (self.config.vocab_size, self.config.hidden_size)
+        return self.param("weight", nn.initializers.normal(0.02), shape, jnp.float32)
+
+
+def init_params(config: ModelConfig, key: jax.Array, dtype: str = "float32") -> Params:
+    """Random parameters, N(0, 0.02), norms at one."""
+    dummy = jnp.zeros((1, 1), jnp.int32)
+    params = jax.jit(lambda k: Transformer(config).init(k, dummy, dummy)["params"])(key)
+    return jax.tree.map(lambda x: x.astype(dtype), params)
+
+
+def param_shapes(config: ModelConfig, dtype: str = "float32") -> Params:
+    """The parameter tree as `jax.ShapeDtypeStruct`, without allocating anything."""
+    dummy = jnp.zeros((1, 1), jnp.int32)
+    shapes = jax.eval_shape(lambda k: Transformer(config).init(k, dummy, dummy)["params"], jax.random.key(0))
+    return jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, dtype), shapes)
+
+
+def forward(
+    params: Params,
+    config: ModelConfig,
+    tokens_BT: jax.Array,
+    positions_BT: jax.Array,
+    *,
+    segment_ids_BT: jax.Array | None = None,
+    feature_layers: Sequence[int] = (),
+    remat: bool = False,
+) -> ForwardOut:
+    """Causal forward of whole sequences, no cache.
+
+    Args:
+      params: the parameter tree.
+      config: static.
+      tokens_BT: token ids; padding may hold any valid id.
+      positions_BT: rotary position of each token inside its own sequence.
+      segment_ids_BT: tokens see earlier tokens of their own segment only; 0 marks padding. Without it rows
+        are one sequence each, padded on the right.
+      feature_layers: layers whose outputs are returned too, in ascending order.
+      remat: recompute each layer in the backward pass.
+    """
+    out, _ = Transformer(config, remat=remat).apply(
+        {"params": params}, tokens_BT, positions_BT, segment_ids_BT, None, None, tuple(feature_layers)
+    )
+    return out
+
+
+def forward_cached(
+    params: Params,
+    config: ModelConfig,
+    tokens_BT: jax.Array,
+    start_B: jax.Array,
+    cache: Cache,
+    *,
+    positions_BT: jax.Array | None = None,
+    block_mask: jax.Array | None = None,
+    feature_layers: Sequence[int] = (),
+) -> tuple[ForwardOut, Cache]:
+    """Appends T tokens per row at slots `start_B ... start_B+T-1` of a cache of S slots.
+
+    Args:
+      params: the parameter tree.
+      config: static.
+      tokens_BT: the new tokens.
+      start_B: valid slots of each row; `start_B + T <= S` is the caller's duty.
+      cache: donated by the caller's jit; updated in place.
+      positions_BT: rotary positions; default `start_B + 0..T-1`.
+      block_mask: bool[T,T] or bool[B,T,T], which new tokens each new token sees (row = query); default causal. A
+        draft tree passes ancestors-and-self.
+      feature_layers: layers whose outputs are returned too, in ascending order.
+    """
+    B, T = tokens_BT.shape
+    S = cache[0].k.shape[-1]
+    offset_T = jnp.arange(T, dtype=jnp.int32)
+    if positions_BT is None:
+        positions_BT = start_B[:, None] + offset_T
+    if block_mask is None:
+        mask_BTS = jnp.arange(S)[None, None] <= (start_B[:, None] + offset_T)[:, :, None]
+    else:
+        mask_BTS = _block_mask(jnp.broadcast_to(block_mask, (B, T, T)), start_B, S)
+    view = CacheView(start=start_B, mask=mask_BTS)
+    return Transformer(config).apply(
+        {"params": params}, tokens_BT, positions_BT, None, cache, view, tuple(feature_layers)
+    )
+
+
+def _block_mask(block_mask_BTT: jax.Array, start_B: jax.Array, capacity: int) -> jax.Array:
+    """Every slot before the block, and inside the block what `block_mask_BTT` says: bool[B,T,S]."""
+    T = block_mask_BTT.shape[-1]
+    inside_BS = jnp.arange(capacity)[None] - start_B[:, None]
+    index_BTS = jnp.broadcast_to(jnp.clip(inside_BS, 0, T - 1)[:, None], (len(start_B), T, capacity))
+    in_block_BTS = jnp.take_along_axis(block_mask_BTT, index_BTS, axis=2)
+    return (inside_BS < 0)[:, None] | ((inside_BS < T)[:, None] & in_block_BTS)
+
+
+def compute_logits(params: Params, config: ModelConfig, hidden_xD: jax.Array) -> jax.Array:
+    """f32 logits [..., V] of hidden states [..., D]; ids that the tokenizer does not have are masked."""
+    weight_VD = params["embed" if config.tie_embeddings else "head"]["weight"]
+    logits_xV = layers.matmul(hidden_xD, weight_VD, layers.platform_of(config))
+    if config.num_valid_tokens is None or config.num_valid_tokens == config.vocab_size:
+        return logits_xV
+    return jnp.where(jnp.arange(config.vocab_size) < config.num_valid_tokens, logits_xV, layers.MASKED)
