@@ -34,8 +34,9 @@ class SamplingParams:
       top_p: keep the smallest set of most likely tokens whose mass reaches `top_p`; 1.0 keeps all.
       min_p: keep tokens with probability at least `min_p` times the largest; 0.0 keeps all.
       max_tokens: most new tokens, the stop token included.
-      stop_token_ids: ids that end the response; the id itself is kept as its last token.
+      stop_token_ids: ids that end the response besides the model's own; the id is kept as the last token.
       stop: strings that end the response; the response is cut after the token that completes one.
+      ignore_eos: the model's own stop ids do not end the response.
     """
 
     temperature: float = 1.0
@@ -45,6 +46,7 @@ class SamplingParams:
     max_tokens: int = 256
     stop_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
 
     def __post_init__(self):
         checks = (

@@ -1,0 +1,405 @@
+"""The rollout engine of one worker: continuous batching over static shapes.
+
+The life of a step:
+  1. collect: wait for the call in flight; commit its tokens; take finished rows out.
+  2. schedule: pick batch and cache buckets, move rows, admit waiting requests (prefill once per prompt, then copy).
+  3. dispatch: start the next several rounds.
+  4. return the completions of 1; whatever the caller does with them runs while the device works on 3.
+
+Invariants:
+  - A request's tokens depend on (weights, seed, request id, prompt, sampling) alone, up to floating-point ties.
+  - Every program comes from the pool; once its buckets have been seen a rollout compiles nothing.
+  - The cache is donated to every call; `length + rounds <= capacity` holds for every live row.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+
+from tlt_jax.models.cache import Cache, copy_rows, init_cache, resize
+from tlt_jax.models.config import ModelConfig
+from tlt_jax.rollout import steps
+from tlt_jax.rollout.config import RolloutConfig
+from tlt_jax.rollout.executables import ExecutablePool
+from tlt_jax.rollout.noise import request_key
+from tlt_jax.rollout.prefix import Prefix, PrefillGroup, group_prompts
+from tlt_jax.rollout.sampling import SamplingArrays
+from tlt_jax.rollout.scheduler import Active, Scheduler
+from tlt_jax.rollout.stop_strings import find_stop
+from tlt_jax.sharding import MeshConfig, Versioned, make_mesh, replicated
+from tlt_jax.types import FINISH_LENGTH, Completion, Request
+
+
+@dataclasses.dataclass
+class EngineStats:
+    """Counts since the engine was made."""
+
+    dispatches: int = 0
+    rounds: int = 0
+    row_rounds: int = 0  # rounds times rows of the batch, idle rows included
+    tokens: int = 0
+    prefill_tokens: int = 0
+    resizes: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Progress:
+    """What a progress bar shows."""
+
+    done: int
+    live: int
+    waiting: int
+    tokens: int
+
+
+class RolloutEngine:
+    """Generates responses with the weights last given to `load`."""
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        config: RolloutConfig,
+        *,
+        seed: int = 0,
+        mesh: Mesh | None = None,
+        worker: int = 0,
+        decode_text: Callable[[Sequence[int]], str] | None = None,
+    ):
+        """Makes an engine; compiles nothing yet.
+
+        Args:
+          model: the target's configuration; its `dtype` is the compute dtype.
+          config: shapes and scheduling.
+          seed: the run's seed, shared by all workers.
+          mesh: the worker's devices; default: the first device.
+          worker: number that completions carry.
+          decode_text: token ids to text, needed for stop strings only.
+        """
+        self.model, self.config, self.seed, self.worker = model, config, seed, worker
+        self.mesh = mesh or make_mesh(MeshConfig(fsdp=1), jax.devices()[:1])
+        self.pool = ExecutablePool(config.max_programs)
+        self.stats = EngineStats()
+        self._decode_text = decode_text
+        self._scheduler = Scheduler(config.batch_buckets, config.kv_buckets)
+        self._cache_dtype = config.cache_dtype or model.dtype
+        tensor = self.mesh.shape["tensor"]
+        self._cache_sharding = NamedSharding(self.mesh, P() if model.num_kv_heads % tensor else P(None, "tensor"))
+        self._replicated = replicated(self.mesh)
+        self._cache: Cache | None = None
+        self._cache_shape = (0, 0)
+        self._prefixes: dict[tuple[int, ...], Prefix] = {}
+        self._in_flight: steps.DecodeOut | None = None
+        self._weights: Versioned | None = None
+        self._start_s = time.perf_counter()
+        self._num_done = 0
+
+    @property
+    def max_prompt_tokens(self) -> int:
+        """Longest prompt that leaves room for one new token."""
+        return self.config.kv_buckets[-1]
+
+    @property
+    def has_work(self) -> bool:
+        return self._scheduler.has_work or self._in_flight is not None
+
+    @property
+    def policy_version(self) -> int:
+        if self._weights is None:
+            raise ValueError("engine: got no weights, expected load(...) before the first request")
+        return self._weights.version
+
+    def load(self, weights: Versioned) -> None:
+        """Takes new weights (a copy of its own: see `sharding.publish`); cached prefixes are dropped.
+
+        Raises:
+          ValueError: while requests are in progress.
+        """
+        if self.has_work:
+            raise ValueError("engine.load: got new weights with requests in progress, expected an idle engine")
+        self._weights = weights
+        self._prefixes.clear()
+
+    def submit(self, requests: Iterable[Request]) -> None:
+        """Queues requests, first come first served.
+
+        Raises:
+          ValueError: on an empty prompt, an id outside the vocabulary, or one that cannot fit `max_len`; nothing is
+            queued then.
+        """
+        requests = list(requests)
+        for r in requests:
+            self._check(r)
+        if not self.has_work:
+            self._start_s, self._num_done = time.perf_counter(), 0
+        self._scheduler.waiting.extend(requests)
+
+    def generate(
+        self, requests: Iterable[Request], on_progress: Callable[[Progress], None] | None = None
+    ) -> list[Completion]:
+        """All completions of `requests`, in the order of the requests."""
+        requests = list(requests)
+        self.submit(requests)
+        by_id: dict[int, Completion] = {}
+        while self.has_work:
+            for completion in self.step():
+                by_id[completion.request_id] = completion
+            if on_progress is not None:
+                on_progress(self.progress())
+        return [by_id[r.request_id] for r in requests]
+
+    def progress(self) -> Progress:
+        s = self._scheduler
+        return Progress(done=self._num_done, live=len(s.live), waiting=len(s.waiting), tokens=self.stats.tokens)
+
+    def step(self) -> list[Completion]:
+        """One turn of the engine; returns the responses that finished in the previous one."""
+        finished = self._collect()
+        if self._scheduler.has_work:
+            self._schedule()
+            self._dispatch()
+        return [self._complete(a) for a in finished]
+
+    def _check(self, r: Request) -> None:
+        if not r.prompt_ids:
+            raise ValueError(f"request {r.request_id}: got an empty prompt, expected at least one token")
+        if min(r.prompt_ids) < 0 or max(r.prompt_ids) >= self.model.vocab_size:
+            raise ValueError(
+                f"request {r.request_id}: got token ids {min(r.prompt_ids)}..{max(r.prompt_ids)}, expected ids in "
+                f"[0, {self.model.vocab_size}); tokenize with this model's tokenizer"
+            )
+        need = len(r.prompt_ids) + r.sampling.max_tokens - 1
+        if need > self.config.kv_buckets[-1]:
+            raise ValueError(
+                f"request {r.request_id}: got {len(r.prompt_ids)} prompt tokens and max_tokens "
+                f"{r.sampling.max_tokens}, expected at most {self.config.kv_buckets[-1] + 1} in all; raise "
+                "rollout.max_len, lower sampling.max_tokens or shorten the prompt"
+            )
+        if len(self._stop_ids(r)) > steps.MAX_STOP_IDS:
+            raise ValueError(
+                f"request {r.request_id}: got {len(self._stop_ids(r))} stop ids, expected at most {steps.MAX_STOP_IDS}"
+            )
+        if r.sampling.stop and (self._decode_text is None or not all(r.sampling.stop)):
+            raise ValueError(
+                f"request {r.request_id}: got stop strings {r.sampling.stop}, expected non-empty strings and an engine "
+                "made with decode_text"
+            )
+
+    def _stop_ids(self, r: Request) -> tuple[int, ...]:
+        own = () if r.sampling.ignore_eos else self.model.eos_token_ids
+        return tuple(dict.fromkeys((*own, *r.sampling.stop_token_ids)))
+
+    # 1. collect
+
+    def _collect(self) -> list[Active]:
+        if self._in_flight is None:
+            return []
+        out = jax.device_get(self._in_flight)
+        self._in_flight = None
+        num_rounds = int(out.num_rounds)
+        now_s = time.perf_counter() - self._start_s
+        for row, active in enumerate(self._scheduler.rows):
+            if active is None:
+                continue
+            num_new = int(np.count_nonzero(out.tokens[:num_rounds, row] >= 0))
+            num_before = len(active.token_ids)
+            active.rounds += num_new
+            active.commit(out.tokens[:num_new, row].tolist(), out.logprobs[:num_new, row].tolist())
+            self._stop_at_string(active, num_before)
+            self.stats.tokens += len(active.token_ids) - num_before
+            active.end_s = now_s
+        self.stats.rounds += num_rounds
+        self.stats.row_rounds += num_rounds * len(self._scheduler.rows)
+        return self._scheduler.retire()
+
+    def _stop_at_string(self, active: Active, num_checked: int) -> None:
+        if active.request.sampling.stop and self._decode_text is not None:
+            num_tokens = find_stop(self._decode_text, active.token_ids, num_checked, active.request.sampling.stop)
+            if num_tokens is not None:
+                active.cut(num_tokens)
+
+    def _complete(self, active: Active) -> Completion:
+        self._num_done += 1
+        r = active.request
+        return Completion(
+            request_id=r.request_id,
+            prompt_id=r.prompt_id,
+            sample=r.sample,
+            prompt_ids=r.prompt_ids,
+            token_ids=np.asarray(active.token_ids, np.int32),
+            logprobs=np.asarray(active.logprobs, np.float32),
+            finish_reason=active.finish_reason or FINISH_LENGTH,
+            policy_version=self.policy_version,
+            worker=self.worker,
+            rounds=active.rounds,
+            start_s=active.start_s,
+            end_s=active.end_s,
+        )
+
+    # 2. schedule
+
+    def _schedule(self) -> None:
+        s = self._scheduler
+        num_rows = s.wanted_rows()
+        source = s.place(num_rows)
+        admitted = self._assign_rows()
+        capacity = s.wanted_capacity(self.config.rounds_per_dispatch)
+        had_live = len(s.live) > len(admitted)
+        self._fit_cache(num_rows, capacity, source if had_live else None)
+        self._fill_rows(admitted)
+
+    def _assign_rows(self) -> list[int]:
+        """Puts waiting requests into free rows; returns those rows."""
+        s = self._scheduler
+        now_s = time.perf_counter() - self._start_s
+        taken = []
+        for row in s.free_rows():
+            if not s.waiting:
+                break
+            r = s.waiting.popleft()
+            key = request_key(self.seed, r.request_id)
+            s.rows[row] = Active(request=r, stop_ids=self._stop_ids(r), key=key, start_s=now_s)
+            taken.append(row)
+        return taken
+
+    def _fit_cache(self, num_rows: int, capacity: int, source: list[int] | None) -> None:
+        """Gives the cache its buckets; `source` maps new rows to old ones, None when nothing alive is in it."""
+        shape = (num_rows, capacity)
+        unmoved = source is None or source == list(range(num_rows))
+        if self._cache is not None and shape == self._cache_shape and unmoved:
+            return
+        if source is None or self._cache is None:
+            self._cache = None  # free the old one first
+            self._cache = self._alloc(num_rows, capacity)
+        else:
+            key = ("resize", self._cache_shape, shape)
+            fn = functools.partial(_resize, capacity)
+            rows = np.asarray(source, np.int32)
+            self._cache = self._call(key, fn, (self._cache, rows))
+            self.stats.resizes += 1
+        self._cache_shape = shape
+
+    def _alloc(self, num_rows: int, capacity: int) -> Cache:
+        def fn() -> Cache:
+            cache = init_cache(self.model, num_rows, capacity, self._cache_dtype)
+            return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, self._cache_sharding), cache)
+
+        return self._call(("alloc", num_rows, capacity), fn, ())
+
+    def _fill_rows(self, admitted: list[int]) -> None:
+        s = self._scheduler
+        prompts = {row: a.request.prompt_ids for row in admitted if (a := s.rows[row]) is not None}
+        missing = [p for p in prompts.values() if p not in self._prefixes]
+        for group in group_prompts(missing, self.config.kv_buckets, self.config.prefill_buckets):
+            self._prefill(group)
+        by_cache: dict[int, list[tuple[int, Prefix]]] = {}
+        for row, prompt in prompts.items():
+            if len(prompt) > 1:
+                prefix = self._prefixes[prompt]
+                by_cache.setdefault(id(prefix.cache), []).append((row, prefix))
+        for copies in by_cache.values():
+            self._copy(copies)
+        needed = {r.prompt_ids for r in s.waiting}
+        self._prefixes = {p: prefix for p, prefix in self._prefixes.items() if p in needed}
+
+    def _prefill(self, group: PrefillGroup) -> None:
+        assert self._weights is not None
+        cache = self._alloc(group.num_rows, group.capacity)
+        for tokens, start in group.chunks(self.config.prefill_chunk):
+            key = ("prefill", tokens.shape, group.capacity)
+            fn = functools.partial(_prefill, self.model)
+            cache = self._call(key, fn, (self._weights.params, tokens, start, cache), donate=(3,))
+        self.stats.prefill_tokens += sum(len(p) - 1 for p in group.prompts)
+        for i, prompt in enumerate(group.prompts):
+            self._prefixes[prompt] = Prefix(cache=cache, row=i, capacity=group.capacity)
+
+    def _copy(self, copies: list[tuple[int, Prefix]]) -> None:
+        num_rows = self._cache_shape[0]
+        from_rows, to_rows = np.zeros(num_rows, np.int32), np.zeros(num_rows, np.int32)
+        for i, (row, prefix) in enumerate(copies):
+            from_rows[i], to_rows[i] = prefix.row, row
+        source = copies[0][1].cache
+        key = ("copy", self._cache_shape, source[0].k.shape)
+        self._cache = self._call(key, copy_rows, (self._cache, source, from_rows, to_rows, np.int32(len(copies))), (0,))
+
+    # 3. dispatch
+
+    def _dispatch(self) -> None:
+        assert self._weights is not None and self._cache is not None
+        s, R = self._scheduler, self.config.rounds_per_dispatch
+        truncate = any(a.request.sampling.truncates for a in s.live)
+        key = ("decode", *self._cache_shape, truncate)
+        fn = functools.partial(_decode, self.model, R, truncate)
+        args = (self._weights.params, self._cache, self._host_rows(), np.int32(R), np.int32(self._exit_live()))
+        self._cache, self._in_flight = self._call(key, fn, args, donate=(1,))
+        self.stats.dispatches += 1
+
+    def _exit_live(self) -> int:
+        """Live rows at which a call ends early: to refill finished rows, or to compact the tail."""
+        s = self._scheduler
+        num_live = len(s.live)
+        if s.waiting:
+            return num_live - max(1, round(self.config.refill_frac * len(s.rows)))
+        smaller = [b for b in s.batch_buckets if b < num_live]
+        return smaller[-1] if smaller else 0
+
+    def _host_rows(self) -> steps.Rows:
+        active = self._scheduler.rows
+
+        def column(get: Callable[[Active], Any], empty: Any, dtype: Any) -> np.ndarray:
+            return np.asarray([empty if a is None else get(a) for a in active], dtype)
+
+        stop_ids = np.full((len(active), steps.MAX_STOP_IDS), -1, np.int32)
+        for row, a in enumerate(active):
+            if a is not None:
+                stop_ids[row, : len(a.stop_ids)] = a.stop_ids
+        sampling = SamplingArrays(
+            key=column(lambda a: a.key, np.zeros(2, np.uint32), np.uint32),
+            temperature=column(lambda a: a.request.sampling.temperature, 0.0, np.float32),
+            top_k=column(lambda a: a.request.sampling.top_k, 0, np.int32),
+            top_p=column(lambda a: a.request.sampling.top_p, 1.0, np.float32),
+            min_p=column(lambda a: a.request.sampling.min_p, 0.0, np.float32),
+        )
+        return steps.Rows(
+            token=column(lambda a: a.newest, 0, np.int32),
+            length=column(lambda a: a.length, 0, np.int32),
+            limit=column(lambda a: a.limit, 0, np.int32),
+            live=column(lambda a: True, False, np.bool_),
+            stop_ids=stop_ids,
+            sampling=sampling,
+        )
+
+    def _call(self, key: tuple, fn: Callable[..., Any], args: tuple, donate: tuple[int, ...] = ()) -> Any:
+        """Runs the pool's program for `key`; host arrays are replicated over the worker's devices."""
+        if key not in self.pool:
+
+            def shape(x: Any) -> jax.ShapeDtypeStruct:
+                sharding = x.sharding if isinstance(x, jax.Array) else self._replicated
+                return jax.ShapeDtypeStruct(np.shape(x), x.dtype, sharding=sharding)
+
+            program = self.pool.get(key, fn, jax.tree.map(shape, args), donate)
+        else:
+            program = self.pool.get(key, fn, ())
+        return program(*args)
+
+
+# Module-level, with static arguments first, so that a program's trace depends on nothing but its key.
+
+
+def _decode(model, num_rounds, truncate, params, cache, rows, max_rounds, exit_live):
+    return steps.decode(params, model, num_rounds, truncate, cache, rows, max_rounds, exit_live)
+
+
+def _prefill(model, params, tokens_BT, start_B, cache):
+    return steps.prefill(params, model, tokens_BT, start_B, cache)
+
+
+def _resize(capacity, cache, rows):
+    return resize(cache, rows, capacity)

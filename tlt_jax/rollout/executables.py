@@ -1,0 +1,71 @@
+"""One pool of ahead-of-time compiled programs, keyed by shape, counted and bounded.
+
+The counterpart of a CUDA-graph pool: every program that the engine runs is compiled here, once per key, on
+first use or by a warm-up, and nothing else compiles during a rollout. The least recently used program is dropped
+when the pool is full.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import time
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import jax
+
+
+@dataclasses.dataclass
+class PoolStats:
+    num_compiled: int = 0  # since the pool was made, evicted ones included
+    compile_s: float = 0.0
+    evicted: int = 0
+
+
+class ExecutablePool:
+    """Compiles `fn` for the shapes of a key, and returns the compiled program ever after."""
+
+    def __init__(self, max_programs: int = 512):
+        if max_programs < 1:
+            raise ValueError(f"executables.max_programs: got {max_programs}, expected at least 1")
+        self._max_programs = max_programs
+        self._programs: collections.OrderedDict[Hashable, jax.stages.Compiled] = collections.OrderedDict()
+        self.stats = PoolStats()
+
+    def __len__(self) -> int:
+        return len(self._programs)
+
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._programs
+
+    def get(self, key: Hashable, fn: Callable[..., Any], shapes: tuple, donate: tuple[int, ...] = ()):
+        """The program for `key`.
+
+        Args:
+          key: names `fn` and all static choices and shapes.
+          fn: a pure function of arrays.
+          shapes: its arguments as `jax.ShapeDtypeStruct` trees, with shardings where they matter.
+          donate: positions of the arguments whose buffers the program may reuse.
+        """
+        if key in self._programs:
+            self._programs.move_to_end(key)
+            return self._programs[key]
+        start = time.perf_counter()
+        program = jax.jit(fn, donate_argnums=donate).lower(*shapes).compile()
+        self.stats.num_compiled += 1
+        self.stats.compile_s += time.perf_counter() - start
+        self._programs[key] = program
+        if len(self._programs) > self._max_programs:
+            self._programs.popitem(last=False)
+            self.stats.evicted += 1
+        return program
+
+    def num_bytes(self) -> int:
+        """Bytes of generated code and temporary buffers of the programs in the pool, as XLA states them."""
+        total = 0
+        for program in self._programs.values():
+            memory = program.memory_analysis()
+            if memory is not None:
+                total += memory.generated_code_size_in_bytes + memory.temp_size_in_bytes
+        return total

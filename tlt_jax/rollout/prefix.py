@@ -1,0 +1,66 @@
+"""Prompt prefixes: prefilled once per distinct prompt, shared by its requests.
+
+Prompts are prefilled in groups of one length bucket, in chunks, into a small cache of their own; rows of the
+decode cache are then filled by copying. A prefilled group is kept while requests that wait still need it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from tlt_jax.models.cache import Cache
+from tlt_jax.rollout.scheduler import bucket
+
+Prompt = tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Prefix:
+    """Row `row` of a group's cache holds all tokens of the prompt but the last."""
+
+    cache: Cache
+    row: int
+    capacity: int
+
+
+@dataclasses.dataclass(frozen=True)
+class PrefillGroup:
+    """Prompts that are prefilled together."""
+
+    prompts: tuple[Prompt, ...]
+    num_rows: int  # bucket, >= len(prompts)
+    capacity: int  # bucket, >= the longest prompt less its last token
+
+    def chunks(self, chunk_len: int) -> list[tuple[np.ndarray, np.ndarray]]:
+        """(tokens i32[rows,chunk], start i32[rows]) pairs that fill the cache from left to right.
+
+        Only as many chunks as the longest prompt needs. Tokens past a prompt's end are 0; their cache entries
+        lie beyond the row's length and are never read.
+        """
+        chunk_len = min(chunk_len, self.capacity)
+        longest = max(len(p) - 1 for p in self.prompts)
+        num_chunks = -(-longest // chunk_len)
+        tokens = np.zeros((self.num_rows, num_chunks * chunk_len), np.int32)
+        for i, prompt in enumerate(self.prompts):
+            tokens[i, : len(prompt) - 1] = prompt[:-1]
+        starts = [np.full(self.num_rows, c * chunk_len, np.int32) for c in range(num_chunks)]
+        return [(tokens[:, s[0] : s[0] + chunk_len], s) for s in starts]
+
+
+def group_prompts(
+    prompts: Sequence[Prompt], kv_buckets: Sequence[int], row_buckets: Sequence[int]
+) -> list[PrefillGroup]:
+    """Groups distinct prompts by cache bucket, at most `row_buckets[-1]` to a group, in order of arrival."""
+    by_capacity: dict[int, list[Prompt]] = {}
+    for prompt in dict.fromkeys(prompts):
+        if len(prompt) > 1:
+            by_capacity.setdefault(bucket(kv_buckets, len(prompt) - 1), []).append(prompt)
+    groups = []
+    for capacity, members in by_capacity.items():
+        for i in range(0, len(members), row_buckets[-1]):
+            part = tuple(members[i : i + row_buckets[-1]])
+            groups.append(PrefillGroup(prompts=part, num_rows=bucket(row_buckets, len(part)), capacity=capacity))
+    return groups
