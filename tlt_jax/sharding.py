@@ -15,7 +15,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from tlt_jax.types import Params
 
@@ -112,7 +113,7 @@ def param_shardings(shapes: Params, mesh: Mesh, table: Sequence[tuple[str, P]] =
         spec = spec_for(name, table)
         split_heads = "/attn/" in name and heads and heads % mesh.shape["tensor"]
         axes = []
-        for size, axis in zip(leaf.shape, tuple(spec) + (None,) * (len(leaf.shape) - len(spec))):
+        for size, axis in zip(leaf.shape, tuple(spec) + (None,) * (len(leaf.shape) - len(spec)), strict=True):
             drop = axis is None or size % mesh.shape[axis] or (axis == "tensor" and split_heads)
             axes.append(None if drop else axis)
         return NamedSharding(mesh, P(*axes))

@@ -104,27 +104,27 @@ class ModelConfig:
         num_heads = _need(config, "num_attention_heads")
         hidden_size = _need(config, "hidden_size")
         biased = bool(config.get("attention_bias", False))
-        fields: dict[str, Any] = dict(
-            vocab_size=_need(config, "vocab_size"),
-            hidden_size=hidden_size,
-            intermediate_size=_need(config, "intermediate_size"),
-            num_layers=_need(config, "num_hidden_layers"),
-            num_heads=num_heads,
-            num_kv_heads=config.get("num_key_value_heads") or num_heads,
-            head_dim=config.get("head_dim") or hidden_size // num_heads,
-            rope_theta=theta,
-            rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
-            tie_embeddings=bool(config.get("tie_word_embeddings", False)),
-            attention_bias=True if model_type == "qwen2" else biased,
-            output_bias=False if model_type == "qwen2" else biased,
-            qk_norm=model_type == "qwen3",
-            rope_scaling=scaling,
-            max_position_embeddings=config.get("max_position_embeddings", 32768),
-            eos_token_ids=_token_ids((generation_config or {}).get("eos_token_id"), config.get("eos_token_id")),
-            bos_token_id=config.get("bos_token_id"),
-            pad_token_id=config.get("pad_token_id"),
-            model_type=model_type,
-        )
+        fields: dict[str, Any] = {
+            "vocab_size": _need(config, "vocab_size"),
+            "hidden_size": hidden_size,
+            "intermediate_size": _need(config, "intermediate_size"),
+            "num_layers": _need(config, "num_hidden_layers"),
+            "num_heads": num_heads,
+            "num_kv_heads": config.get("num_key_value_heads") or num_heads,
+            "head_dim": config.get("head_dim") or hidden_size // num_heads,
+            "rope_theta": theta,
+            "rms_norm_eps": float(config.get("rms_norm_eps", 1e-6)),
+            "tie_embeddings": bool(config.get("tie_word_embeddings", False)),
+            "attention_bias": True if model_type == "qwen2" else biased,
+            "output_bias": False if model_type == "qwen2" else biased,
+            "qk_norm": model_type == "qwen3",
+            "rope_scaling": scaling,
+            "max_position_embeddings": config.get("max_position_embeddings", 32768),
+            "eos_token_ids": _token_ids((generation_config or {}).get("eos_token_id"), config.get("eos_token_id")),
+            "bos_token_id": config.get("bos_token_id"),
+            "pad_token_id": config.get("pad_token_id"),
+            "model_type": model_type,
+        }
         fields.update(overrides)
         return cls(**fields)
 

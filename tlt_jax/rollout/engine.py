@@ -22,7 +22,8 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from tlt_jax.models.cache import Cache, copy_rows, init_cache, resize
 from tlt_jax.models.config import ModelConfig
@@ -30,7 +31,7 @@ from tlt_jax.rollout import steps
 from tlt_jax.rollout.config import RolloutConfig
 from tlt_jax.rollout.executables import ExecutablePool
 from tlt_jax.rollout.noise import request_key
-from tlt_jax.rollout.prefix import Prefix, PrefillGroup, group_prompts
+from tlt_jax.rollout.prefix import PrefillGroup, Prefix, group_prompts
 from tlt_jax.rollout.sampling import SamplingArrays
 from tlt_jax.rollout.scheduler import Active, Scheduler
 from tlt_jax.rollout.stop_strings import find_stop
