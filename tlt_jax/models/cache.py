@@ -8,14 +8,14 @@ it except `resize`, whose purpose is to.
 
 from __future__ import annotations
 
-import flax
 import jax
 import jax.numpy as jnp
+from flax import struct
 
 from tlt_jax.models.config import ModelConfig
 
 
-@flax.struct.dataclass(kw_only=True)
+@struct.dataclass(kw_only=True)
 class LayerCache:
     k: jax.Array  # [B,K,H,S]
     v: jax.Array  # [B,K,S,H]
@@ -28,7 +28,7 @@ def cache_shapes(config: ModelConfig, num_rows: int, capacity: int, dtype: str) 
     """Shapes of a cache for `num_rows` rows of `capacity` slots."""
     k = jax.ShapeDtypeStruct((num_rows, config.num_kv_heads, config.head_dim, capacity), dtype)
     v = jax.ShapeDtypeStruct((num_rows, config.num_kv_heads, capacity, config.head_dim), dtype)
-    return tuple(LayerCache(k=k, v=v) for _ in range(config.num_layers))
+    return tuple(LayerCache(k=k, v=v) for _ in range(config.num_layers))  # pyright: ignore[reportArgumentType]
 
 
 def init_cache(config: ModelConfig, num_rows: int, capacity: int, dtype: str) -> Cache:

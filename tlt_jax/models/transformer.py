@@ -15,11 +15,11 @@ Parameters are a plain nested dict, weights as [out, in]:
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
-import flax
 import jax
 import jax.numpy as jnp
-from flax import linen as nn
+from flax import linen as nn, struct
 
 from tlt_jax.models import layers
 from tlt_jax.models.cache import Cache, LayerCache, write
@@ -27,13 +27,13 @@ from tlt_jax.models.config import ModelConfig
 from tlt_jax.types import Params
 
 
-@flax.struct.dataclass(kw_only=True)
+@struct.dataclass(kw_only=True)
 class ForwardOut:
     hidden: jax.Array  # [B,T,D] after the final norm
     features: tuple[jax.Array, ...] = ()  # [B,T,D] each: outputs of the layers asked for, before the final norm
 
 
-@flax.struct.dataclass(kw_only=True)
+@struct.dataclass(kw_only=True)
 class CacheView:
     """What the layers need to know of a cached step, the same for all of them."""
 
@@ -203,9 +203,10 @@ def forward_cached(
     else:
         mask_BTS = _block_mask(jnp.broadcast_to(block_mask, (B, T, T)), start_B, S)
     view = CacheView(start=start_B, mask=mask_BTS)
-    return Transformer(config).apply(
+    out = Transformer(config).apply(
         {"params": params}, tokens_BT, positions_BT, None, cache, view, tuple(feature_layers)
     )
+    return cast(tuple[ForwardOut, Cache], out)
 
 
 def _block_mask(block_mask_BTT: jax.Array, start_B: jax.Array, capacity: int) -> jax.Array:
