@@ -112,6 +112,11 @@ class RolloutEngine:
         return self._scheduler.has_work or self._in_flight is not None
 
     @property
+    def num_free_rows(self) -> int:
+        """Requests that could be submitted without one having to wait."""
+        return self.config.batch_buckets[-1] - len(self._scheduler.live) - len(self._scheduler.waiting)
+
+    @property
     def policy_version(self) -> int:
         if self._weights is None:
             raise ValueError("engine: got no weights, expected load(...) before the first request")

@@ -1,0 +1,124 @@
+"""Several engines behind one queue of prompt groups.
+
+A worker takes the next group when it has a free row, so no split is fixed beforehand and a worker with short
+responses takes more groups. Tokens do not depend on which worker a request lands on.
+
+With one worker everything runs in the caller's thread. With several, each has a thread of its own; callbacks are
+called from those threads, one at a time.
+"""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import threading
+from collections.abc import Callable, Sequence
+
+from tlt_jax.rollout.engine import Progress, RolloutEngine
+from tlt_jax.sharding import Versioned
+from tlt_jax.types import Completion, Request
+
+OnDone = Callable[[list[Completion]], None]
+OnProgress = Callable[[Progress], None]
+
+
+class WorkerPool:
+    """Runs requests on a fixed set of engines."""
+
+    def __init__(self, engines: Sequence[RolloutEngine]):
+        if not engines:
+            raise ValueError("workers: got no engines, expected at least one")
+        self.engines = list(engines)
+
+    def load(self, weights: Sequence[Versioned]) -> None:
+        """Gives every engine its own copy of the weights, all of one version."""
+        for engine, copy in zip(self.engines, weights, strict=True):
+            engine.load(copy)
+
+    def generate(
+        self,
+        requests: Sequence[Request],
+        on_done: OnDone | None = None,
+        on_progress: OnProgress | None = None,
+    ) -> list[Completion]:
+        """All completions, in the order of `requests`.
+
+        Args:
+          requests: those of one prompt next to each other; a group goes to one worker.
+          on_done: called with completions as they finish, while decoding goes on.
+          on_progress: called after every engine step with the totals over workers.
+
+        Raises:
+          ValueError: two requests of the same id.
+        """
+        if len({r.request_id for r in requests}) != len(requests):
+            raise ValueError("requests: got a request id twice, expected distinct ids (they seed the noise)")
+        job = _Job(requests, on_done, on_progress, len(self.engines))
+        if len(self.engines) == 1:
+            job.serve(self.engines[0])
+        else:
+            threads = [
+                threading.Thread(target=job.serve, args=(e,), name=f"rollout-worker-{e.worker}") for e in self.engines
+            ]
+            for t in threads:
+                t.start()
+            for t in threads:
+                t.join()
+        if job.failure is not None:
+            raise job.failure
+        return [job.completions[r.request_id] for r in requests]
+
+
+class _Job:
+    """One call of `generate`: the queue, and what came back."""
+
+    def __init__(self, requests, on_done: OnDone | None, on_progress: OnProgress | None, num_workers: int):
+        groups = [list(g) for _, g in itertools.groupby(requests, key=lambda r: r.prompt_id)]
+        self.completions: dict[int, Completion] = {}
+        self.failure: BaseException | None = None
+        self._groups = collections.deque(groups)
+        self._on_done, self._on_progress = on_done, on_progress
+        self._num_workers = num_workers
+        self._progress: dict[int, Progress] = {}
+        self._lock = threading.Lock()
+
+    def serve(self, engine: RolloutEngine) -> None:
+        """Runs one engine until the queue is empty and its requests are done."""
+        try:
+            while True:
+                self._refill(engine)
+                if not engine.has_work:
+                    return
+                done = engine.step()
+                self._report(engine, done)
+        except BaseException as e:  # re-raised by `generate`; the other workers stop taking groups
+            with self._lock:
+                self.failure = self.failure or e
+                self._groups.clear()
+
+    def _refill(self, engine: RolloutEngine) -> None:
+        """Takes groups until the engine's rows are spoken for; the only worker may as well take all."""
+        while self._num_workers == 1 or engine.num_free_rows > 0:
+            with self._lock:
+                if not self._groups:
+                    return
+                group = self._groups.popleft()
+            engine.submit(group)
+
+    def _report(self, engine: RolloutEngine, done: list[Completion]) -> None:
+        with self._lock:
+            self.completions.update((c.request_id, c) for c in done)
+            self._progress[engine.worker] = engine.progress()
+            parts = self._progress.values()
+            if done and self._on_done is not None:
+                self._on_done(done)
+            if self._on_progress is not None:
+                queued = sum(len(g) for g in self._groups)
+                self._on_progress(
+                    Progress(
+                        done=len(self.completions),
+                        live=sum(p.live for p in parts),
+                        waiting=sum(p.waiting for p in parts) + queued,
+                        tokens=sum(p.tokens for p in parts),
+                    )
+                )
