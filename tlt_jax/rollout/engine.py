@@ -22,8 +22,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from tlt_jax.models.cache import Cache, copy_rows, init_cache, resize
 from tlt_jax.models.config import ModelConfig
