@@ -16,6 +16,13 @@ import numpy as np
 
 MODEL_TYPES = ("llama", "qwen2", "qwen3")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+_LLAMA3_KEYS = ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor")
+_YARN_KEYS = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate")
+_ROPE_KEYS = {
+    "linear": ("factor",),
+    "llama3": _LLAMA3_KEYS,
+    "yarn": ("factor", "original_max_position_embeddings", *_YARN_KEYS),
+}
 _ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 
 
@@ -161,7 +168,8 @@ class ModelConfig:
             out |= {"mlp_bias": False}
         if self.rope_scaling is not None:
             fields = dataclasses.asdict(self.rope_scaling)
-            out["rope_scaling"] = {"rope_type": fields.pop("kind")} | {k: v for k, v in fields.items() if v is not None}
+            kept = {key: fields[key] for key in _ROPE_KEYS[self.rope_scaling.kind] if fields[key] is not None}
+            out["rope_scaling"] = {"rope_type": self.rope_scaling.kind} | kept
         return out
 
 
