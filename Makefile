@@ -38,6 +38,12 @@ help:
 	$(call build,$(PYTHON312),.venv-312,requirements/py312.txt)
 	touch $@
 
+# torch serves as the reference of `make parity` alone.
+.venv-parity/.stamp: requirements/py311.txt requirements/py312.txt requirements/parity.txt
+	$(call build,$(PYTHON),.venv-parity,$(LOCK))
+	.venv-parity/bin/python -m pip install --quiet --disable-pip-version-check -r requirements/parity.txt
+	touch $@
+
 setup: .venv/.stamp  ## build .venv from the pinned versions
 
 quickstart: .venv/.stamp  ## RL on a real model and a real task, a few steps, CPU
@@ -63,9 +69,9 @@ format: .venv/.stamp  ## rewrite the sources in the project's format
 bench: .venv/.stamp  ## the CPU benchmarks, results in benchmarks/results/
 	$(PY) -m launch.bench all --json=benchmarks/results/bench.json
 
-parity: .venv/.stamp  ## compare with transformers + torch, in an environment of its own
-	$(PY) -m benchmarks.parity
+parity: .venv-parity/.stamp  ## compare with transformers + torch, in an environment of its own
+	.venv-parity/bin/python -m benchmarks.parity
 
 clean:  ## remove environments and caches, keep runs
-	rm -rf .venv .venv-312 .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
+	rm -rf .venv .venv-312 .venv-parity .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
