@@ -12,6 +12,7 @@ from __future__ import annotations
 import collections
 import itertools
 import threading
+import time
 from collections.abc import Callable, Sequence
 
 from tlt_jax.rollout.engine import Progress, RolloutEngine
@@ -20,6 +21,7 @@ from tlt_jax.types import Completion, Request
 
 OnDone = Callable[[list[Completion]], None]
 OnProgress = Callable[[Progress], None]
+OnState = Callable[[int, str], None]
 
 
 class WorkerPool:
@@ -29,6 +31,7 @@ class WorkerPool:
         if not engines:
             raise ValueError("workers: got no engines, expected at least one")
         self.engines = list(engines)
+        self.idle_frac = 0.0  # of the last `generate`: share of the workers' time after they had run dry
 
     def load(self, weights: Sequence[Versioned]) -> None:
         """Gives every engine its own copy of the weights, all of one version."""
@@ -40,6 +43,7 @@ class WorkerPool:
         requests: Sequence[Request],
         on_done: OnDone | None = None,
         on_progress: OnProgress | None = None,
+        on_state: OnState | None = None,
     ) -> list[Completion]:
         """All completions, in the order of `requests`.
 
@@ -47,13 +51,15 @@ class WorkerPool:
           requests: those of one prompt next to each other; a group goes to one worker.
           on_done: called with completions as they finish, while decoding goes on.
           on_progress: called after every engine step with the totals over workers.
+          on_state: called with a worker's number and "BUSY" when it starts, "IDLE" when it has run dry.
 
         Raises:
           ValueError: two requests of the same id.
         """
         if len({r.request_id for r in requests}) != len(requests):
             raise ValueError("requests: got a request id twice, expected distinct ids (they seed the noise)")
-        job = _Job(requests, on_done, on_progress, len(self.engines))
+        job = _Job(requests, on_done, on_progress, on_state, len(self.engines))
+        start_s = time.perf_counter()
         if len(self.engines) == 1:
             job.serve(self.engines[0])
         else:
@@ -66,35 +72,54 @@ class WorkerPool:
                 t.join()
         if job.failure is not None:
             raise job.failure
+        total_s = max(time.perf_counter() - start_s, 1e-9)
+        self.idle_frac = 1.0 - sum(job.busy_s.values()) / (total_s * len(self.engines))
         return [job.completions[r.request_id] for r in requests]
 
 
 class _Job:
     """One call of `generate`: the queue, and what came back."""
 
-    def __init__(self, requests, on_done: OnDone | None, on_progress: OnProgress | None, num_workers: int):
+    def __init__(
+        self,
+        requests: Sequence[Request],
+        on_done: OnDone | None,
+        on_progress: OnProgress | None,
+        on_state: OnState | None,
+        num_workers: int,
+    ):
         groups = [list(g) for _, g in itertools.groupby(requests, key=lambda r: r.prompt_id)]
         self.completions: dict[int, Completion] = {}
         self.failure: BaseException | None = None
         self._groups = collections.deque(groups)
-        self._on_done, self._on_progress = on_done, on_progress
+        self.busy_s: dict[int, float] = {}
+        self._on_done, self._on_progress, self._on_state = on_done, on_progress, on_state
         self._num_workers = num_workers
         self._progress: dict[int, Progress] = {}
         self._lock = threading.Lock()
 
     def serve(self, engine: RolloutEngine) -> None:
         """Runs one engine until the queue is empty and its requests are done."""
+        start_s = time.perf_counter()
         try:
+            self._tell(engine, "BUSY")
             while True:
                 self._refill(engine)
                 if not engine.has_work:
-                    return
+                    break
                 done = engine.step()
                 self._report(engine, done)
+            self.busy_s[engine.worker] = time.perf_counter() - start_s
+            self._tell(engine, "IDLE")
         except BaseException as e:  # re-raised by `generate`; the other workers stop taking groups
             with self._lock:
                 self.failure = self.failure or e
                 self._groups.clear()
+
+    def _tell(self, engine: RolloutEngine, state: str) -> None:
+        if self._on_state is not None:
+            with self._lock:
+                self._on_state(engine.worker, state)
 
     def _refill(self, engine: RolloutEngine) -> None:
         """Takes groups until the engine's rows are spoken for; the only worker may as well take all."""

@@ -1,0 +1,177 @@
+"""Requests out of prompts, scored responses out of requests, and what a rollout's statistics are.
+
+Life of a batch:
+  1. `make_requests`: G requests per prompt; ids count up through the run, so the noise of a response is fixed by the
+     run's seed, its step and its place.
+  2. The workers decode; finished responses go to the reward pool while the rest still decodes.
+  3. `Scored` holds everything in the order of the requests: row i is response i, whatever finished first.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from tlt_jax.rl.rewards import RewardItem, RewardPool, RewardResult
+from tlt_jax.rl.tasks import Prompt
+from tlt_jax.rollout.workers import OnProgress, OnState, WorkerPool
+from tlt_jax.types import FINISH_LENGTH, Completion, Request, SamplingParams
+
+# Request ids of evaluations lie above those of training, so that evaluating changes no training response.
+EVAL_REQUEST_ID = 1 << 62
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Scored:
+    """Responses of one batch of prompts with their rewards, prompt after prompt."""
+
+    prompts: tuple[Prompt, ...]
+    completions: tuple[Completion, ...]  # len(prompts) * group_size
+    texts: tuple[str, ...]
+    rewards: np.ndarray  # f32[P*R]
+    reward_status: tuple[str, ...]  # per response: "ok", "error" or "timeout"
+    reward_messages: tuple[str, ...]
+    rollout_s: float
+    reward_s: float  # waited for rewards after the last response had finished
+
+    @property
+    def rewards_PR(self) -> np.ndarray:
+        return self.rewards.reshape(len(self.prompts), -1)
+
+
+def make_requests(
+    prompts: Sequence[Prompt], group_size: int, sampling: SamplingParams, first_request_id: int
+) -> list[Request]:
+    """`group_size` requests per prompt, next to each other, ids from `first_request_id` on.
+
+    A prompt drawn twice in one batch makes two groups: the group id is the place in the batch.
+    """
+    return [
+        Request(
+            request_id=first_request_id + p * group_size + r,
+            prompt_id=p,
+            sample=r,
+            prompt_ids=prompt.token_ids,
+            sampling=sampling,
+        )
+        for p, prompt in enumerate(prompts)
+        for r in range(group_size)
+    ]
+
+
+def collect(
+    workers: WorkerPool,
+    rewards: RewardPool,
+    prompts: Sequence[Prompt],
+    requests: Sequence[Request],
+    decode_text: Callable[[Sequence[int]], str],
+    on_progress: OnProgress | None = None,
+    on_state: OnState | None = None,
+) -> Scored:
+    """Decodes and scores `requests`; rewards are computed while the tail decodes.
+
+    Args:
+      workers: engines with weights loaded.
+      rewards: the pool that scores.
+      prompts: in the order of the groups of `requests`.
+      requests: from `make_requests` over `prompts`.
+      decode_text: token ids to text.
+      on_progress: called as responses advance.
+      on_state: called when a worker becomes busy or idle.
+    """
+    first_id = requests[0].request_id
+    texts: dict[int, str] = {}
+    pending: list[tuple[list[int], concurrent.futures.Future[RewardResult]]] = []
+
+    def on_done(done: list[Completion]) -> None:
+        rows = [c.request_id - first_id for c in done]
+        texts.update({row: decode_text(c.token_ids.tolist()) for row, c in zip(rows, done, strict=True)})
+        items = [
+            RewardItem(
+                row_id=row, text=texts[row], finish_reason=c.finish_reason, reference=prompts[c.prompt_id].reference
+            )
+            for row, c in zip(rows, done, strict=True)
+        ]
+        pending.append((rows, rewards.submit(items)))
+
+    start_s = time.perf_counter()
+    completions = workers.generate(requests, on_done, on_progress, on_state)
+    rollout_s = time.perf_counter() - start_s
+    scores = np.full(len(requests), np.nan, np.float32)
+    status = [""] * len(requests)
+    messages: list[str] = []
+    for rows, future in pending:
+        result = future.result()
+        scores[rows] = result.scores
+        messages += result.messages
+        for row, row_status in zip(rows, result.status, strict=True):
+            status[row] = row_status
+    assert all(status), "a response was left without a score"
+    return Scored(
+        prompts=tuple(prompts),
+        completions=tuple(dataclasses.replace(c, prompt_id=prompts[c.prompt_id].prompt_id) for c in completions),
+        texts=tuple(texts[row] for row in range(len(requests))),
+        rewards=scores,
+        reward_status=tuple(status),
+        reward_messages=tuple(messages),
+        rollout_s=rollout_s,
+        reward_s=time.perf_counter() - start_s - rollout_s,
+    )
+
+
+def concat(parts: Sequence[Scored]) -> Scored:
+    """Several batches as one, in order."""
+    return Scored(
+        prompts=tuple(p for part in parts for p in part.prompts),
+        completions=tuple(c for part in parts for c in part.completions),
+        texts=tuple(t for part in parts for t in part.texts),
+        rewards=np.concatenate([part.rewards for part in parts]),
+        reward_status=tuple(s for part in parts for s in part.reward_status),
+        reward_messages=tuple(m for part in parts for m in part.reward_messages),
+        rollout_s=sum(part.rollout_s for part in parts),
+        reward_s=sum(part.reward_s for part in parts),
+    )
+
+
+def take_groups(scored: Scored, groups: Sequence[int]) -> Scored:
+    """The given prompts' groups only, in the given order."""
+    size = len(scored.completions) // len(scored.prompts)
+    rows = [g * size + r for g in groups for r in range(size)]
+    return dataclasses.replace(
+        scored,
+        prompts=tuple(scored.prompts[g] for g in groups),
+        completions=tuple(scored.completions[i] for i in rows),
+        texts=tuple(scored.texts[i] for i in rows),
+        rewards=scored.rewards[rows],
+        reward_status=tuple(scored.reward_status[i] for i in rows),
+    )
+
+
+def rollout_metrics(scored: Scored) -> dict[str, float]:
+    """Lengths in tokens, throughput, rewards and their failures, named as in metrics.jsonl."""
+    lengths = np.asarray([len(c.token_ids) for c in scored.completions])
+    p50, p90, p99 = np.percentile(lengths, [50, 90, 99])
+    num_rounds = sum(c.rounds for c in scored.completions)
+    truncated = [c.finish_reason == FINISH_LENGTH for c in scored.completions]
+    return {
+        "time/rollout_s": scored.rollout_s,
+        "time/reward_s": scored.reward_s,
+        "rollout/tokens": int(lengths.sum()),
+        "rollout/tokens_per_s": float(lengths.sum() / max(scored.rollout_s, 1e-9)),
+        "rollout/len_mean": float(lengths.mean()),
+        "rollout/len_p50": float(p50),
+        "rollout/len_p90": float(p90),
+        "rollout/len_p99": float(p99),
+        "rollout/len_max": int(lengths.max()),
+        "rollout/truncated_frac": float(np.mean(truncated)),
+        "spec/accept_len": float(lengths.sum() / max(num_rounds, 1)),
+        "spec/drafted": sum(c.drafted for c in scored.completions),
+        "spec/accepted": sum(c.accepted for c in scored.completions),
+        "rl/reward_mean": float(scored.rewards.mean()),
+        "reward/errors": scored.reward_status.count("error"),
+        "reward/timeouts": scored.reward_status.count("timeout"),
+    }
