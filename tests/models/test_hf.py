@@ -134,7 +134,7 @@ def test_a_tokenizer_larger_than_the_embedding_is_refused(tmp_path):
     """D9: ids without a row."""
     tiny.write_model(tmp_path / "m", TIED)
     write_tokenizer(tmp_path / "m", 97)
-    with pytest.raises(ValueError, match="got a tokenizer of 97 ids for 96 embedding rows"):
+    with pytest.raises(ValueError, match=r"got a tokenizer of 97 ids for 96 embedding rows"):
         hf.load_config(tmp_path / "m")
 
 
@@ -196,7 +196,7 @@ def test_a_missing_or_damaged_shard_is_named(tmp_path):
 
 
 def test_directories_that_are_no_models(tmp_path):
-    with pytest.raises(ValueError, match="got .*nowhere, which does not exist"):
+    with pytest.raises(ValueError, match=r"got .*nowhere, which does not exist"):
         hf.load_config(tmp_path / "nowhere")
     with pytest.raises(ValueError, match=r"got no config.json, expected a Hugging Face model directory"):
         hf.load_config(tmp_path)
@@ -206,7 +206,7 @@ def test_directories_that_are_no_models(tmp_path):
         hf.load_hf(tmp_path / "m")
     fields = json.loads((tmp_path / "m" / "config.json").read_text())
     (tmp_path / "m" / "config.json").write_text(json.dumps(fields | {"quantization_config": {"bits": 4}}))
-    with pytest.raises(ValueError, match="got quantization_config .'bits': 4., expected plain"):
+    with pytest.raises(ValueError, match=r"got quantization_config .'bits': 4., expected plain"):
         hf.load_config(tmp_path / "m")
     (tmp_path / "m" / "config.json").write_text("{")
     with pytest.raises(ValueError, match=r"config.json: not valid JSON"):
@@ -304,7 +304,7 @@ def test_export_is_whole_or_absent(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(hf_export.os, "fsync", full_disk)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(OSError, match=r"No space left"):
         hf_export.save_hf(tmp_path / "m", TIED, tiny.random_params(TIED))
     assert list(tmp_path.iterdir()) == []
 
