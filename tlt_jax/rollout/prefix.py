@@ -37,17 +37,17 @@ class PrefillGroup:
     def chunks(self, chunk_len: int) -> list[tuple[np.ndarray, np.ndarray]]:
         """(tokens i32[rows,chunk], start i32[rows]) pairs that fill the cache from left to right.
 
-        Only as many chunks as the longest prompt needs. Tokens past a prompt's end are 0; their cache entries
-        lie beyond the row's length and are never read.
+        Only as many chunks as the longest prompt needs. A last chunk that would reach past the capacity starts
+        earlier instead and writes some tokens again. Tokens past a prompt's end are 0; their cache entries lie beyond
+        the row's length and are never read.
         """
-        chunk_len = min(chunk_len, self.capacity)
+        width = min(chunk_len, self.capacity)
         longest = max(len(p) - 1 for p in self.prompts)
-        num_chunks = -(-longest // chunk_len)
-        tokens = np.zeros((self.num_rows, num_chunks * chunk_len), np.int32)
+        tokens = np.zeros((self.num_rows, self.capacity), np.int32)
         for i, prompt in enumerate(self.prompts):
             tokens[i, : len(prompt) - 1] = prompt[:-1]
-        starts = [np.full(self.num_rows, c * chunk_len, np.int32) for c in range(num_chunks)]
-        return [(tokens[:, s[0] : s[0] + chunk_len], s) for s in starts]
+        starts = [min(first, self.capacity - width) for first in range(0, longest, width)]
+        return [(tokens[:, i : i + width], np.full(self.num_rows, i, np.int32)) for i in starts]
 
 
 def group_prompts(

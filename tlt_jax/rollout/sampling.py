@@ -58,7 +58,10 @@ def _truncate(scaled_BTV: jax.Array, sampling: SamplingArrays) -> jax.Array:
     prob_BTV = jax.nn.softmax(descending_BTV, axis=-1)
     mass_before_BTV = jnp.cumsum(prob_BTV, axis=-1) - prob_BTV
     min_p_B11 = sampling.min_p[:, None, None]
-    keep_BTV = (mass_before_BTV < sampling.top_p[:, None, None]) & (prob_BTV >= min_p_B11 * prob_BTV[..., :1])
+    top_p_B11 = sampling.top_p[:, None, None]
+    # A running f32 sum reaches 1 before the last token does: 1.0 must keep all by itself.
+    keep_BTV = (mass_before_BTV < top_p_B11) | (top_p_B11 >= 1.0)
+    keep_BTV &= prob_BTV >= min_p_B11 * prob_BTV[..., :1]
     keep_BTV = (keep_BTV | (rank_V == 0)) & (rank_V < k_B11)
     # Tokens that tie with the last one kept stay too: which of them came first in the sort means nothing.
     threshold_BT1 = jnp.min(jnp.where(keep_BTV, descending_BTV, jnp.inf), axis=-1, keepdims=True)
