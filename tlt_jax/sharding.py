@@ -52,8 +52,9 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
     """
     devices = list(jax.devices() if devices is None else devices)
     shape = [config.data, config.fsdp, config.tensor]
-    known = int(np.prod([n for n in shape if n != -1]))
-    if shape.count(-1) > 1 or len(devices) % known or (-1 not in shape and known != len(devices)):
+    known = max(int(np.prod([n for n in shape if n != -1])), 1)
+    fits = len(devices) == known if -1 not in shape else len(devices) % known == 0
+    if min(shape) < -1 or 0 in shape or shape.count(-1) > 1 or not fits:
         raise ValueError(
             f"mesh: got data={shape[0]}, fsdp={shape[1]}, tensor={shape[2]} for {len(devices)} devices; expected a "
             "product equal to the number of devices, with -1 on at most one axis"
@@ -66,7 +67,12 @@ def worker_meshes(devices: Sequence[jax.Device], num_workers: int) -> list[Mesh]
     """Splits `devices` into `num_workers` meshes of equal size, tensor-parallel inside each.
 
     With more workers than devices (a laptop), workers share devices one each in turn.
+
+    Raises:
+      ValueError: where the workers do not divide the devices.
     """
+    if num_workers < 1:
+        raise ValueError(f"workers: got {num_workers}, expected at least 1")
     if num_workers >= len(devices):
         groups = [[devices[i % len(devices)]] for i in range(num_workers)]
     elif len(devices) % num_workers:

@@ -29,7 +29,8 @@ class SamplingParams:
     """How one request is sampled.
 
     Attributes:
-      temperature: divides the logits; 0 is plain arg-max.
+      temperature: divides the logits; 0 is plain arg-max. Otherwise in [1e-4, 1e4], so that f32 logits stay finite
+        and masked ones stay masked.
       top_k: keep the k most likely tokens; 0 keeps all.
       top_p: keep the smallest set of most likely tokens whose mass reaches `top_p`; 1.0 keeps all.
       min_p: keep tokens with probability at least `min_p` times the largest; 0.0 keeps all.
@@ -50,7 +51,7 @@ class SamplingParams:
 
     def __post_init__(self):
         checks = (
-            ("temperature", self.temperature >= 0.0, ">= 0"),
+            ("temperature", self.temperature == 0.0 or 1e-4 <= self.temperature <= 1e4, "0 or in [1e-4, 1e4]"),
             ("top_k", self.top_k >= 0, ">= 0 (0 keeps all)"),
             ("top_p", 0.0 < self.top_p <= 1.0, "in (0, 1]"),
             ("min_p", 0.0 <= self.min_p < 1.0, "in [0, 1)"),
@@ -70,8 +71,8 @@ class SamplingParams:
 class Request:
     """One response to generate.
 
-    `request_id` seeds the request's noise together with the run's seed, so equal ids give equal tokens
-    whatever else is in the batch. Requests of one `prompt_id` share their prefill.
+    `request_id` in [0, 2^64) seeds the request's noise together with the run's seed, so equal ids give equal tokens
+    whatever else is in the batch. Requests of equal `prompt_ids` share their prefill.
     """
 
     request_id: int
@@ -79,6 +80,11 @@ class Request:
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams
     sample: int = 0
+
+    def __post_init__(self):
+        if not 0 <= self.request_id < 2**64:
+            raise ValueError(f"request_id: got {self.request_id}, expected 0 <= id < 2^64 (it seeds the noise)")
+        object.__setattr__(self, "prompt_ids", tuple(self.prompt_ids))  # hashable: it names the shared prefill
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

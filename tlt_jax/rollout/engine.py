@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -83,6 +84,7 @@ class RolloutEngine:
           worker: number that completions carry.
           decode_text: token ids to text, needed for stop strings only.
         """
+        request_key(seed, 0)  # refuses a bad seed before any work
         self.model, self.config, self.seed, self.worker = model, config, seed, worker
         self.mesh = mesh or make_mesh(MeshConfig(fsdp=1), jax.devices()[:1])
         self.pool = ExecutablePool(config.max_programs)
@@ -99,12 +101,13 @@ class RolloutEngine:
         self._in_flight: steps.DecodeOut | None = None
         self._weights: Versioned | None = None
         self._start_s = time.perf_counter()
-        self._num_done = 0
+        self._num_done = self._num_tokens_before = 0
+        self._ids: set[int] = set()  # of the requests in progress
 
     @property
     def max_prompt_tokens(self) -> int:
         """Longest prompt that leaves room for one new token."""
-        return self.config.kv_buckets[-1]
+        return self.config.max_len - 1
 
     @property
     def has_work(self) -> bool:
@@ -117,9 +120,7 @@ class RolloutEngine:
 
     @property
     def policy_version(self) -> int:
-        if self._weights is None:
-            raise ValueError("engine: got no weights, expected load(...) before the first request")
-        return self._weights.version
+        return self._loaded().version
 
     def load(self, weights: Versioned) -> None:
         """Takes new weights (a copy of its own: see `sharding.publish`); cached prefixes are dropped.
@@ -136,33 +137,58 @@ class RolloutEngine:
         """Queues requests, first come first served.
 
         Raises:
-          ValueError: on an empty prompt, an id outside the vocabulary, or one that cannot fit `max_len`; nothing is
-            queued then.
+          ValueError: without weights, on an empty prompt, a token outside the vocabulary, a request that cannot fit
+            `max_len`, or the id of another request in progress; nothing is queued then.
         """
         requests = list(requests)
+        self._loaded()
         for r in requests:
             self._check(r)
+        ids = {r.request_id for r in requests}
+        if len(ids) < len(requests) or ids & self._ids:
+            raise ValueError("requests: got a request id twice, expected distinct ids (they seed the noise)")
         if not self.has_work:
             self._start_s, self._num_done = time.perf_counter(), 0
+            self._num_tokens_before = self.stats.tokens
+        self._ids |= ids
         self._scheduler.waiting.extend(requests)
+
+    def abort(self) -> None:
+        """Drops every request in progress and the cache; the engine is idle afterwards, with weights and programs."""
+        self._scheduler = Scheduler(self.config.batch_buckets, self.config.kv_buckets)
+        self._in_flight = self._cache = None
+        self._cache_shape = (0, 0)
+        self._prefixes.clear()
+        self._ids.clear()
 
     def generate(
         self, requests: Iterable[Request], on_progress: Callable[[Progress], None] | None = None
     ) -> list[Completion]:
-        """All completions of `requests`, in the order of the requests."""
+        """All completions of `requests`, in the order of the requests.
+
+        Raises:
+          ValueError: as `submit`, and while other requests are in progress. Any error leaves the engine idle.
+        """
+        if self.has_work:
+            raise ValueError("engine.generate: got requests while others are in progress, expected an idle engine")
         requests = list(requests)
-        self.submit(requests)
         by_id: dict[int, Completion] = {}
-        while self.has_work:
-            for completion in self.step():
-                by_id[completion.request_id] = completion
-            if on_progress is not None:
-                on_progress(self.progress())
+        try:
+            self.submit(requests)
+            while self.has_work:
+                for completion in self.step():
+                    by_id[completion.request_id] = completion
+                if on_progress is not None:
+                    on_progress(self.progress())
+        except BaseException:
+            self.abort()
+            raise
         return [by_id[r.request_id] for r in requests]
 
     def progress(self) -> Progress:
         s = self._scheduler
-        return Progress(done=self._num_done, live=len(s.live), waiting=len(s.waiting), tokens=self.stats.tokens)
+        num_tokens = self.stats.tokens - self._num_tokens_before
+        return Progress(done=self._num_done, live=len(s.live), waiting=len(s.waiting), tokens=num_tokens)
 
     def step(self) -> list[Completion]:
         """One turn of the engine; returns the responses that finished in the previous one."""
@@ -170,7 +196,14 @@ class RolloutEngine:
         if self._scheduler.has_work:
             self._schedule()
             self._dispatch()
+        else:
+            self._cache, self._cache_shape = None, (0, 0)  # an idle worker leaves its memory to the learner
         return [self._complete(a) for a in finished]
+
+    def _loaded(self) -> Versioned:
+        if self._weights is None:
+            raise ValueError("engine: got no weights, expected load(...) before the first request")
+        return self._weights
 
     def _check(self, r: Request) -> None:
         if not r.prompt_ids:
@@ -180,11 +213,10 @@ class RolloutEngine:
                 f"request {r.request_id}: got token ids {min(r.prompt_ids)}..{max(r.prompt_ids)}, expected ids in "
                 f"[0, {self.model.vocab_size}); tokenize with this model's tokenizer"
             )
-        need = len(r.prompt_ids) + r.sampling.max_tokens - 1
-        if need > self.config.kv_buckets[-1]:
+        if len(r.prompt_ids) + r.sampling.max_tokens > self.config.max_len:
             raise ValueError(
                 f"request {r.request_id}: got {len(r.prompt_ids)} prompt tokens and max_tokens "
-                f"{r.sampling.max_tokens}, expected at most {self.config.kv_buckets[-1] + 1} in all; raise "
+                f"{r.sampling.max_tokens}, expected at most {self.config.max_len} in all; raise "
                 "rollout.max_len, lower sampling.max_tokens or shorten the prompt"
             )
         if len(self._stop_ids(r)) > steps.MAX_STOP_IDS:
@@ -233,6 +265,7 @@ class RolloutEngine:
     def _complete(self, active: Active) -> Completion:
         self._num_done += 1
         r = active.request
+        self._ids.discard(r.request_id)
         return Completion(
             request_id=r.request_id,
             prompt_id=r.prompt_id,
@@ -311,16 +344,17 @@ class RolloutEngine:
                 by_cache.setdefault(id(prefix.cache), []).append((row, prefix))
         for copies in by_cache.values():
             self._copy(copies)
-        needed = {r.prompt_ids for r in s.waiting}
+        # Kept for requests that are next in line: siblings wait side by side, and memory stays bounded if they do not.
+        needed = {r.prompt_ids for r in itertools.islice(s.waiting, self.config.batch_buckets[-1])}
         self._prefixes = {p: prefix for p, prefix in self._prefixes.items() if p in needed}
 
     def _prefill(self, group: PrefillGroup) -> None:
-        assert self._weights is not None
+        params = self._loaded().params
         cache = self._alloc(group.num_rows, group.capacity)
         for tokens, start in group.chunks(self.config.prefill_chunk):
             key = ("prefill", tokens.shape, group.capacity)
             fn = functools.partial(_prefill, self.model)
-            cache = self._call(key, fn, (self._weights.params, tokens, start, cache), donate=(3,))
+            cache = self._call(key, fn, (params, tokens, start, cache), donate=(3,))
         self.stats.prefill_tokens += sum(len(p) - 1 for p in group.prompts)
         for i, prompt in enumerate(group.prompts):
             self._prefixes[prompt] = Prefix(cache=cache, row=i, capacity=group.capacity)
@@ -337,12 +371,11 @@ class RolloutEngine:
     # 3. dispatch
 
     def _dispatch(self) -> None:
-        assert self._weights is not None and self._cache is not None
         s, R = self._scheduler, self.config.rounds_per_dispatch
         truncate = any(a.request.sampling.truncates for a in s.live)
         key = ("decode", *self._cache_shape, truncate)
         fn = functools.partial(_decode, self.model, R, truncate)
-        args = (self._weights.params, self._cache, self._host_rows(), np.int32(R), np.int32(self._exit_live()))
+        args = (self._loaded().params, self._cache, self._host_rows(), np.int32(R), np.int32(self._exit_live()))
         self._cache, self._in_flight = self._call(key, fn, args, donate=(1,))
         self.stats.dispatches += 1
 
@@ -368,7 +401,7 @@ class RolloutEngine:
         sampling = SamplingArrays(
             key=column(lambda a: a.key, np.zeros(2, np.uint32), np.uint32),
             temperature=column(lambda a: a.request.sampling.temperature, 0.0, np.float32),
-            top_k=column(lambda a: a.request.sampling.top_k, 0, np.int32),
+            top_k=column(lambda a: min(a.request.sampling.top_k, self.model.vocab_size), 0, np.int32),
             top_p=column(lambda a: a.request.sampling.top_p, 1.0, np.float32),
             min_p=column(lambda a: a.request.sampling.min_p, 0.0, np.float32),
         )

@@ -47,6 +47,8 @@ def request_key(seed: int, request_id: int) -> np.ndarray:
       seed: the run's seed, 0 <= seed < 2^64.
       request_id: 0 <= request_id < 2^64; the training loop gives every response of a run another one.
     """
+    if not (0 <= seed < 2**64 and 0 <= request_id < 2**64):
+        raise ValueError(f"noise: got seed {seed} and request id {request_id}, expected both in [0, 2^64)")
     halves = [np.asarray([x & 0xFFFFFFFF, x >> 32], np.uint32) for x in (seed, request_id)]
     (k0, k1), (c0, c1) = halves
     with np.errstate(over="ignore"):

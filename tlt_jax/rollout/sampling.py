@@ -6,15 +6,15 @@ plain arg-max of the logits, and its log-probabilities are those at temperature 
 
 from __future__ import annotations
 
-import flax
 import jax
 import jax.numpy as jnp
+from flax import struct
 
 from tlt_jax.models.layers import MASKED
 from tlt_jax.rollout.noise import gumbel
 
 
-@flax.struct.dataclass(kw_only=True)
+@struct.dataclass(kw_only=True)
 class SamplingArrays:
     """`SamplingParams` of a batch of rows, and each row's noise key."""
 

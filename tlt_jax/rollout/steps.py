@@ -10,9 +10,9 @@ Programs take host-built `Rows` and return small arrays; the cache is donated an
 
 from __future__ import annotations
 
-import flax
 import jax
 import jax.numpy as jnp
+from flax import struct
 
 from tlt_jax.models.cache import Cache
 from tlt_jax.models.config import ModelConfig
@@ -23,7 +23,7 @@ from tlt_jax.types import Params
 MAX_STOP_IDS = 8  # static width of `Rows.stop_ids`
 
 
-@flax.struct.dataclass(kw_only=True)
+@struct.dataclass(kw_only=True)
 class Rows:
     token: jax.Array  # i32[B] newest token, not in the cache
     length: jax.Array  # i32[B] tokens in the cache
@@ -33,7 +33,7 @@ class Rows:
     sampling: SamplingArrays
 
 
-@flax.struct.dataclass(kw_only=True)
+@struct.dataclass(kw_only=True)
 class DecodeOut:
     tokens: jax.Array  # i32[rounds,B], -1 where the row was not live
     logprobs: jax.Array  # f32[rounds,B]

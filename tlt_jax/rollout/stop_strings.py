@@ -16,9 +16,12 @@ def find_stop(
       num_checked: leading tokens that are known to complete none.
       stops: non-empty strings.
     """
-    # Every character of a stop string comes from at most one token more than itself has bytes.
-    overlap = max(len(s.encode()) for s in stops) + 4
-    base = max(0, num_checked - overlap)
+    # A match that new tokens complete begins in the last `longest` characters before them; 4 more, because the first
+    # token of a slice may be the rest of a character. Some tokens have no text, so characters count, not tokens.
+    longest = max(len(s) for s in stops) + 4
+    base = num_checked
+    while base > 0 and len(decode(token_ids[base:num_checked])) < longest:
+        base = max(0, base - longest)
 
     def complete(num_tokens: int) -> bool:
         text = decode(token_ids[base:num_tokens])

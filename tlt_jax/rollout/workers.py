@@ -68,8 +68,14 @@ class WorkerPool:
             ]
             for t in threads:
                 t.start()
-            for t in threads:
-                t.join()
+            try:
+                for t in threads:
+                    t.join()
+            except BaseException as e:  # an interrupt: the workers drop what they have, then it goes on up
+                job.stop(e)
+                for t in threads:
+                    t.join()
+                raise
         if job.failure is not None:
             raise job.failure
         total_s = max(time.perf_counter() - start_s, 1e-9)
@@ -99,11 +105,11 @@ class _Job:
         self._lock = threading.Lock()
 
     def serve(self, engine: RolloutEngine) -> None:
-        """Runs one engine until the queue is empty and its requests are done."""
+        """Runs one engine until the queue is empty and its requests are done, or any worker has failed."""
         start_s = time.perf_counter()
         try:
             self._tell(engine, "BUSY")
-            while True:
+            while self.failure is None:
                 self._refill(engine)
                 if not engine.has_work:
                     break
@@ -111,10 +117,16 @@ class _Job:
                 self._report(engine, done)
             self.busy_s[engine.worker] = time.perf_counter() - start_s
             self._tell(engine, "IDLE")
-        except BaseException as e:  # re-raised by `generate`; the other workers stop taking groups
-            with self._lock:
-                self.failure = self.failure or e
-                self._groups.clear()
+        except BaseException as e:  # re-raised by `generate`
+            self.stop(e)
+        if engine.has_work:
+            engine.abort()
+
+    def stop(self, failure: BaseException) -> None:
+        """Makes every worker drop its requests before its next step."""
+        with self._lock:
+            self.failure = self.failure or failure
+            self._groups.clear()
 
     def _tell(self, engine: RolloutEngine, state: str) -> None:
         if self._on_state is not None:
