@@ -391,10 +391,10 @@ class RolloutEngine:
     def _host_rows(self) -> steps.Rows:
         active = self._scheduler.rows
 
-        def column(get: Callable[[Active], Any], empty: Any, dtype: Any) -> np.ndarray:
+        def column(get: Callable[[Active], Any], empty: Any, dtype: Any) -> Any:
             return np.asarray([empty if a is None else get(a) for a in active], dtype)
 
-        stop_ids = np.full((len(active), steps.MAX_STOP_IDS), -1, np.int32)
+        stop_ids: Any = np.full((len(active), steps.MAX_STOP_IDS), -1, np.int32)
         for row, a in enumerate(active):
             if a is not None:
                 stop_ids[row, : len(a.stop_ids)] = a.stop_ids
