@@ -206,5 +206,5 @@ def test_an_unknown_scaling_is_refused(tmp_path):
     config = tiny.FAMILIES["qwen2"]
     longrope = dataclasses.replace(config, rope_scaling=RopeScaling(kind="longrope", factor=4.0))
     write_gguf(tmp_path / "m.gguf", longrope, tiny.random_params(config))
-    with pytest.raises(ValueError, match=r"got 'longrope', factor 4.0; expected linear or yarn"):
+    with pytest.raises(ValueError, match=r"rope.scaling: got type 'longrope', factor 4.0; expected linear or yarn"):
         gguf_in.import_gguf(tmp_path / "m.gguf", tmp_path / "out")
