@@ -193,20 +193,22 @@ def forward_cached(
         draft tree passes ancestors-and-self.
       feature_layers: layers whose outputs are returned too, in ascending order.
     """
-    B, T = tokens_BT.shape
-    S = cache[0].k.shape[-1]
-    offset_T = jnp.arange(T, dtype=jnp.int32)
     if positions_BT is None:
-        positions_BT = start_B[:, None] + offset_T
-    if block_mask is None:
-        mask_BTS = jnp.arange(S)[None, None] <= (start_B[:, None] + offset_T)[:, :, None]
-    else:
-        mask_BTS = _block_mask(jnp.broadcast_to(block_mask, (B, T, T)), start_B, S)
-    view = CacheView(start=start_B, mask=mask_BTS)
+        positions_BT = start_B[:, None] + jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)
+    view = cache_view(start_B, tokens_BT.shape[1], cache[0].k.shape[-1], block_mask)
     out = Transformer(config).apply(
         {"params": params}, tokens_BT, positions_BT, None, cache, view, tuple(feature_layers)
     )
     return cast(tuple[ForwardOut, Cache], out)
+
+
+def cache_view(start_B: jax.Array, num_new: int, capacity: int, block_mask: jax.Array | None = None) -> CacheView:
+    """What T = `num_new` tokens appended at `start_B` see of a cache of `capacity` slots; mask as in `forward_cached`."""
+    if block_mask is None:
+        last_BT = start_B[:, None] + jnp.arange(num_new, dtype=jnp.int32)
+        return CacheView(start=start_B, mask=jnp.arange(capacity)[None, None] <= last_BT[:, :, None])
+    block_mask_BTT = jnp.broadcast_to(block_mask, (len(start_B), num_new, num_new))
+    return CacheView(start=start_B, mask=_block_mask(block_mask_BTT, start_B, capacity))
 
 
 def _block_mask(block_mask_BTT: jax.Array, start_B: jax.Array, capacity: int) -> jax.Array:
