@@ -7,6 +7,7 @@ Dimension key. In traced code an array of known rank ends in its letters, as in 
     G  query heads per kv head   H  head width             F  feed-forward width
     V  vocabulary                L  layers                 W  draft-tree nodes
     P  prompts                   R  rollouts per prompt    A  bandit arms
+    U  unroll steps of a drafter
 
 Scalars, pytrees, host lists and dataclass fields carry no suffix; a field says its shape in a comment.
 """
