@@ -72,7 +72,7 @@ def import_gguf(path: str | pathlib.Path, out_dir: str | pathlib.Path, dtype: st
     with new_directory(out_dir) as tmp_dir:
         write_tensors(tmp_dir, specs, _arrays(config, places), MAX_SHARD_BYTES)
         write_config(tmp_dir, config, dtype)
-        write_json(tmp_dir / "tokenizer.json", tokenizer)
+        write_json(tmp_dir / "tokenizer.json", tokenizer, indent=None)
         write_json(tmp_dir / "tokenizer_config.json", tokenizer_config)
     return config
 

@@ -56,7 +56,7 @@ _PREFIXES: tuple[Callable[[str], str], ...] = (
     lambda name: f"language_model.{name}",
     lambda name: name.replace("model.", "model.language_model.", 1),
 )
-_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 def hf_name(path: str) -> str:
@@ -144,19 +144,36 @@ def load_hf(
       ValueError: as `load_config`; a shard file is missing or damaged; names or shapes of the tensors do not fit the
         configuration. Raised before any weight is read.
     """
+    config, tensors = open_model(model_dir, **overrides)
+    flat_shardings = flatten(shardings)  # empty for None
+    default = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    params = {
+        path: _read_array(tensor, flat_shardings.get(path, default), param_dtype) for path, tensor in tensors.items()
+    }
+    return config, traverse_util.unflatten_dict(params, sep="/")
+
+
+def open_model(model_dir: str | pathlib.Path, **overrides: Any) -> tuple[ModelConfig, dict[str, Any]]:
+    """The checks of `load_hf` without its reading.
+
+    Returns:
+      The configuration, and parameter path -> safetensors slice, in the order of the forward pass.
+    """
     model_dir = pathlib.Path(model_dir)
     config = load_config(model_dir, **overrides)
     tensors = open_tensors(model_dir)
     expected = param_names(config)
     names = match_names({name for name, _ in expected.values()}, tensors, config, model_dir)
     _check_tensors({names[name]: shape for name, shape in expected.values()}, tensors, model_dir)
-    flat_shardings = flatten(shardings)  # empty for None
-    default = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    params = {
-        path: _read_array(tensors[names[name]], shape, flat_shardings.get(path, default), param_dtype)
-        for path, (name, shape) in expected.items()
-    }
-    return config, traverse_util.unflatten_dict(params, sep="/")
+    return config, {path: tensors[names[name]] for path, (name, _) in expected.items()}
+
+
+def read_tensor(tensor: Any, index: tuple[slice, ...] | None = None) -> np.ndarray:
+    """The values of a safetensors slice, whole or at `index`; only these bytes are read."""
+    shape = tuple(tensor.get_shape())
+    index = tuple(slice(None) for _ in shape) if index is None else index
+    # Unlike numpy's, these slices do not clip at the end.
+    return tensor[tuple(slice(*s.indices(n)[:2]) for s, n in zip(index, shape, strict=True))]
 
 
 def open_tensors(model_dir: pathlib.Path) -> dict[str, Any]:
@@ -250,36 +267,37 @@ def _check_tensors(shapes: Mapping[str, tuple[int, ...]], tensors: Mapping[str, 
     ]
     if wrong:
         raise ValueError(f"{model_dir}: tensor shapes differ from config.json: {_some(wrong)}; check config.json")
-    types = {tensors[name].get_dtype() for name in shapes} - set(_DTYPES)
+    types = {tensors[name].get_dtype() for name in shapes} - set(DTYPES)
     if types:
         raise ValueError(
-            f"{model_dir}: got tensors of type {sorted(types)}, expected one of {sorted(_DTYPES)}; "
+            f"{model_dir}: got tensors of type {sorted(types)}, expected one of {sorted(DTYPES)}; "
             "quantised weights have to be converted first"
         )
 
 
 def _check_tied(head: Any, embed: Any, model_dir: pathlib.Path, num_rows: int = 8192) -> None:
     """A tied model may carry its head a second time; a different one means that config.json is wrong."""
-    rows = head.get_shape()[0]
-    # These slices do not clip at the end as numpy's do.
-    blocks = [slice(i, min(i + num_rows, rows)) for i in range(0, rows, num_rows)]
-    if head.get_shape() != embed.get_shape() or not all(np.array_equal(head[b], embed[b]) for b in blocks):
+    blocks = [(slice(i, i + num_rows), slice(None)) for i in range(0, head.get_shape()[0], num_rows)]
+    if head.get_shape() != embed.get_shape() or not all(
+        np.array_equal(read_tensor(head, block), read_tensor(embed, block)) for block in blocks
+    ):
         raise ValueError(
             f"{model_dir}: got an lm_head.weight that differs from the embedding, expected none or the same "
             "(tie_word_embeddings: true); set it to false in config.json to use both"
         )
 
 
-def _read_array(tensor: Any, shape: tuple[int, ...], sharding: jax.sharding.Sharding, dtype: Any) -> jax.Array:
+def _read_array(tensor: Any, sharding: jax.sharding.Sharding, dtype: Any) -> jax.Array:
     """One parameter, read per device; replicas on one host share a read."""
-    dtype = np.dtype(_DTYPES[tensor.get_dtype()] if dtype is None else dtype)
+    shape = tuple(tensor.get_shape())
+    dtype = np.dtype(DTYPES[tensor.get_dtype()] if dtype is None else dtype)
     cache: dict[tuple, np.ndarray] = {}
 
     def read(index: tuple[slice, ...] | None) -> np.ndarray:
         assert index is not None  # None belongs to types that are no plain arrays
         key = tuple(s.indices(n)[:2] for s, n in zip(index, shape, strict=True))
         if key not in cache:
-            cache[key] = tensor[tuple(slice(*bounds) for bounds in key)].astype(dtype, copy=False)
+            cache[key] = read_tensor(tensor, index).astype(dtype, copy=False)
         return cache[key]
 
     return jax.make_array_from_callback(shape, sharding, read)

@@ -18,6 +18,7 @@ import json
 import math
 import os
 import pathlib
+import secrets
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -28,7 +29,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from tlt_jax.models.config import ModelConfig
-from tlt_jax.models.hf import INDEX_FILE, SINGLE_FILE, flatten, param_names
+from tlt_jax.models.hf import DTYPES, INDEX_FILE, SINGLE_FILE, flatten, open_model, param_names, read_tensor
 from tlt_jax.types import Params
 
 MAX_SHARD_BYTES = 5 * 10**9
@@ -43,7 +44,7 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "chat_template.json",
 )
-_TYPE_NAMES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+_TYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,6 +103,23 @@ def save_hf(
         raise error or OSError(f"{out_dir}: process 0 could not write the model; its log says why")
 
 
+def rewrite_hf(model_dir: str | pathlib.Path, out_dir: str | pathlib.Path, dtype: str | None = None) -> ModelConfig:
+    """Checks a model directory and writes it anew, in `dtype` (None keeps each tensor's), one tensor in memory.
+
+    The result has the usual names and file sizes, whatever prefix or shards the source had.
+
+    Raises:
+      ValueError: as `load_hf`, or `out_dir` exists.
+    """
+    config, tensors = open_model(model_dir)
+    names = param_names(config)
+    specs = [TensorSpec(*names[path], dtype or DTYPES[tensor.get_dtype()]) for path, tensor in tensors.items()]
+    with new_directory(out_dir) as tmp_dir:
+        write_tensors(tmp_dir, specs, map(read_tensor, tensors.values()), MAX_SHARD_BYTES)
+        write_config(tmp_dir, config, specs[0].dtype, model_dir)
+    return config
+
+
 @contextlib.contextmanager
 def new_directory(out_dir: str | pathlib.Path) -> Iterator[pathlib.Path]:
     """Yields a temporary directory that becomes `out_dir` on success and vanishes on failure.
@@ -112,8 +130,7 @@ def new_directory(out_dir: str | pathlib.Path) -> Iterator[pathlib.Path]:
     out_dir = pathlib.Path(out_dir).absolute()
     if out_dir.exists():
         raise ValueError(f"{out_dir}: got an existing path, expected a new one; choose another or remove it")
-    tmp_dir = out_dir.with_name(f".{out_dir.name}.tmp-{os.getpid()}")
-    shutil.rmtree(tmp_dir, ignore_errors=True)
+    tmp_dir = out_dir.with_name(f".{out_dir.name}.tmp-{secrets.token_hex(4)}")
     tmp_dir.mkdir(parents=True)
     try:
         yield tmp_dir
@@ -162,9 +179,9 @@ def write_config(
         write_json(generation, {key: fields[key] for key in ids if fields[key] is not None})
 
 
-def write_json(path: pathlib.Path, value: dict[str, Any]) -> None:
+def write_json(path: pathlib.Path, value: dict[str, Any], indent: int | None = 2) -> None:
     """Writes one JSON object, non-ASCII characters as they are."""
-    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    path.write_text(json.dumps(value, indent=indent, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def _check_params(names: dict[str, tuple[str, tuple[int, ...]]], flat: dict[str, Any]) -> None:
