@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m launch.convert", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(prog="python -m launch.convert", description="Models in and out.")
     commands = parser.add_subparsers(dest="command", required=True)
 
     def command(name: str, run: Callable[[argparse.Namespace], pathlib.Path], text: str) -> argparse.ArgumentParser:
