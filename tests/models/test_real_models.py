@@ -1,7 +1,7 @@
 """The real models give the numbers that transformers gives in f32.
 
-SmolLM2-135M-Instruct is fetched (or read from the directory in TLT_MODEL_DIR_SMOLLM2). Qwen2.5-Coder-0.5B-Instruct, from
-a Q4_K_M quantisation dequantised to f32, is checked too where TLT_MODEL_DIR_QWEN names its directory.
+SmolLM2-135M-Instruct is fetched (or read from the directory in TLT_MODEL_DIR_SMOLLM2). Qwen2.5-Coder-0.5B-Instruct,
+from a Q4_K_M quantisation dequantised to f32, is checked too where TLT_MODEL_DIR_QWEN names its directory.
 """
 
 import json
