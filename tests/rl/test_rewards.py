@@ -32,6 +32,11 @@ def meet(text, reference):
 def imported_jax(text, reference):
     return float("jax" in sys.modules)
 
+def stop_the_worker(text, reference):
+    if text == "stop":
+        os.kill(os.getppid(), 19)
+    return float(text)
+
 def show_pids(text, reference):
     with open(text, "w") as file:
         file.write(f"{os.getpid()} {os.getppid()}")
@@ -67,6 +72,19 @@ def test_sleeping_verifiers_are_killed_and_the_pool_goes_on(make_pool):
     assert result.scores.tolist() == [0, 0, 2, 0, 4, 0, 6, 7]
     assert (result.timeouts, result.errors) == (3, 0)
     assert pool.score(make_items(["1", "2"])).scores.tolist() == [1, 2]
+
+
+def test_a_stuck_worker_process_is_replaced(make_pool, monkeypatch):
+    """G2: the pool does not rely on the worker's own clock."""
+    monkeypatch.setattr(rewards, "_GRACE_S", 0.2)
+    result = make_pool("toy_rewards:stop_the_worker", num_workers=1, timeout_s=0.5).score(make_items(["stop", "1"]))
+    assert result.status == ("timeout", "ok")
+    assert result.scores.tolist() == [0, 1]
+
+
+def test_a_reference_must_be_json(make_pool):
+    with pytest.raises(TypeError, match="set is not JSON serializable"):
+        make_pool("toy_rewards:value").submit(make_items(["1"], bad={1}))
 
 
 def test_one_score_per_row_in_its_place(make_pool):

@@ -159,6 +159,7 @@ def test_long_prompts_are_dropped_and_counted(tmp_path):
         ('{"prompt": null, "answer": "1"}', "empty prompt"),
         ('{"question": "1", "answer": "1"}', "no field 'prompt'.*question"),
         ('{"prompt": "1"}', "no field 'answer'"),
+        ('{"prompt": "1", "answer": null}', "no answer of kind 'text'"),
     ],
 )
 def test_a_bad_line_names_file_and_line(tmp_path, line, words):

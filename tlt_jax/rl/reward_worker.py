@@ -2,7 +2,7 @@
 
 JSON lines over stdin and stdout:
   1. in  {"weights", "sandbox", "timeout_s", "memory_bytes"}  ->  out {"ready": true}
-  2. in  {"nonce", "text", "reference"}  ->  out {"nonce", "last"} and one of {"score": x}, {"error": text},
+  2. in  a nonce, then {"text", "reference"}  ->  out {"nonce", "last"} and one of {"score": x}, {"error": text},
      {"timeout": true}; one line per row. `last` says that this worker takes no more rows.
   3. end of input ends the process.
 
@@ -126,9 +126,8 @@ def main() -> None:
     score = verifiers.make_scorer(settings["weights"])
     _warm_up(settings["weights"])
     write({"ready": True})
-    for line in lines:
-        row = json.loads(line)
-        nonce = row.pop("nonce")
+    while nonce := lines.readline().decode().strip():
+        row = json.loads(lines.readline())
         if "reasoning_gym" in row["reference"] and "reasoning_gym" in settings["weights"]:
             verifiers.gym_entry(row["reference"]["reasoning_gym"])  # made here, shared by all children
         reply = run_row(row, score, settings, wires)

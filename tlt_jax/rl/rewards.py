@@ -34,6 +34,7 @@ from tlt_jax.rl import sandbox, verifiers
 _START_LIMIT_S = 120.0
 _GRACE_S = 10.0  # the worker enforces the limit itself; past this it is taken for stuck
 _MAX_MESSAGES = 5
+_MAX_DEFAULT_WORKERS = 16  # a host with hundreds of cores needs no more of them for this
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,7 +43,7 @@ class RewardConfig:
 
     Attributes:
       weights: reward name -> weight; names as in `verifiers.VERIFIERS`, or 'package.module:function'.
-      num_workers: processes; 0 takes the number of cores.
+      num_workers: processes; 0 takes the number of cores, up to 16.
       timeout_s: most wall-clock seconds for one row.
       memory_mb: most memory a row may take on top of the worker's own, in MiB; 0 sets no limit.
       sandbox: "auto" uses one wherever it can, and insists where a reward executes text; user functions alone
@@ -63,7 +64,7 @@ class RewardConfig:
         for name in self.weights:
             verifiers.check_reward_name(name)
         checks = (
-            ("num_workers", self.num_workers >= 0, ">= 0 (0 takes the number of cores)"),
+            ("num_workers", self.num_workers >= 0, ">= 0 (0 takes one per core)"),
             ("timeout_s", self.timeout_s > 0, "> 0 seconds"),
             ("memory_mb", self.memory_mb >= 0, ">= 0 (0 sets no limit)"),
             ("sandbox", self.sandbox in ("auto", "on", "off"), "'auto', 'on' or 'off'"),
@@ -133,15 +134,15 @@ def choose_sandbox(config: RewardConfig, find=sandbox.find_sandbox) -> str:
 class _Batch:
     """Scores of one submission as they come in."""
 
-    def __init__(self, items: Sequence[RewardItem], failed_score: float):
+    def __init__(self, num_rows: int, failed_score: float):
         self.future: concurrent.futures.Future[RewardResult] = concurrent.futures.Future()
-        self._replies: list[dict[str, Any] | None] = [None] * len(items)
-        self._num_open = len(items)
+        self._replies: list[dict[str, Any] | None] = [None] * num_rows
+        self._num_open = num_rows
         self._failed_score = failed_score
         self._start_s = time.monotonic()
         self._lock = threading.Lock()
         self.future.set_running_or_notify_cancel()
-        if not items:
+        if not num_rows:
             self._finish()
 
     def put(self, index: int, reply: dict[str, Any]) -> None:
@@ -153,7 +154,7 @@ class _Batch:
         if is_done and not self.future.done():
             self._finish()
 
-    def fail(self, error: Exception) -> None:
+    def fail(self, error: BaseException) -> None:
         with self._lock:
             if not self.future.done():
                 self.future.set_exception(error)
@@ -194,14 +195,20 @@ class RewardPool:
         return self._settings["sandbox"]
 
     def submit(self, items: Sequence[RewardItem]) -> concurrent.futures.Future[RewardResult]:
-        """Starts scoring; the future holds a `RewardResult`, or raises RewardWorkerError."""
-        batch = _Batch(items, self._config.failed_score)
+        """Starts scoring; the future holds a `RewardResult`, or raises RewardWorkerError.
+
+        Raises:
+          TypeError: a reference holds something that JSON cannot carry.
+          ValueError: the pool is closed.
+        """
+        rows = [json.dumps({"text": item.text, "reference": dict(item.reference)}).encode() for item in items]
+        batch = _Batch(len(rows), self._config.failed_score)
         with self._lock:
             if self._is_closed:
                 raise ValueError("the reward pool is closed; expected submit before close")
             self._start_threads()
-            for index, item in enumerate(items):
-                self._jobs.put((batch, index, item))
+            for index, row in enumerate(rows):
+                self._jobs.put((batch, index, row))
         return batch.future
 
     def score(self, items: Sequence[RewardItem]) -> RewardResult:
@@ -226,7 +233,7 @@ class RewardPool:
     def _start_threads(self) -> None:
         if self._threads:
             return
-        for index in range(self._config.num_workers or os.cpu_count() or 1):
+        for index in range(self._config.num_workers or min(os.cpu_count() or 1, _MAX_DEFAULT_WORKERS)):
             thread = threading.Thread(target=self._serve, name=f"reward-{index}", daemon=True)
             self._threads.append(thread)
             thread.start()
@@ -235,16 +242,18 @@ class RewardPool:
         """One worker's thread. It lives as long as its process, which the kernel ends with its thread."""
         worker = None
         while (job := self._jobs.get()) is not None:
-            batch, index, item = job
+            batch, index, row = job
             if self._is_closed:
                 batch.fail(RewardWorkerError("the reward pool was closed before all rows were scored"))
                 continue
             try:
                 worker = worker or _Worker(self._settings)
-            except RewardWorkerError as error:
-                batch.fail(error)
+                reply = worker.score(row)
+            except BaseException as error:
+                batch.fail(error)  # whoever waits for the batch must hear of it
+                if not isinstance(error, RewardWorkerError):
+                    raise
                 continue
-            reply = worker.score(item)
             if worker.is_done:
                 worker.kill()
                 worker = None
@@ -261,18 +270,21 @@ class _Worker:
         self._unread = b""
         self.is_done = False
         self._log = tempfile.TemporaryFile()
-        self._process = subprocess.Popen(
-            sandbox.worker_command(settings["sandbox"], ["-m", "tlt_jax.rl.reward_worker"]),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            env=sandbox.worker_environment(settings["sandbox"]),
-            start_new_session=True,  # an interrupt at the keyboard is the run's to handle
-        )
+        try:
+            self._process = subprocess.Popen(
+                sandbox.worker_command(settings["sandbox"], ["-m", "tlt_jax.rl.reward_worker"]),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._log,
+                env=sandbox.worker_environment(settings["sandbox"]),
+                start_new_session=True,  # an interrupt at the keyboard is the run's to handle
+            )
+        except OSError as error:
+            raise RewardWorkerError(f"a reward process did not start: {error}") from error
         assert self._process.stdin is not None and self._process.stdout is not None
         self._in, self._out = self._process.stdin.fileno(), self._process.stdout.fileno()
         os.set_blocking(self._in, False)
-        reply = self._exchange(settings, _START_LIMIT_S)
+        reply = self._exchange(json.dumps(settings).encode(), _START_LIMIT_S)
         if reply != {"ready": True}:
             self._process.kill()
             self._process.wait()
@@ -281,11 +293,10 @@ class _Worker:
             self.kill()
             raise RewardWorkerError(f"a reward process did not start: {tail[0] if tail else reply}")
 
-    def score(self, item: RewardItem) -> dict[str, Any]:
-        """One reply for one row, whatever happens to the process; `is_done` says that it is spent."""
+    def score(self, row: bytes) -> dict[str, Any]:
+        """One reply for one row (JSON), whatever happens to the process; `is_done` says that it is spent."""
         nonce = secrets.token_hex(8)
-        row = {"nonce": nonce, "text": item.text, "reference": dict(item.reference)}
-        reply = self._exchange(row, self._limit_s)
+        reply = self._exchange(nonce.encode() + b"\n" + row, self._limit_s)
         if reply.pop("nonce", None) == nonce:
             self.is_done = bool(reply.pop("last"))
             return reply
@@ -293,17 +304,17 @@ class _Worker:
         return reply if "timeout" in reply else {"error": "the reward process was lost while it scored this row"}
 
     def kill(self) -> None:
-        """Ends the process group at once; what scores in it dies with it."""
+        """Ends the process at once; what it runs dies with it."""
         self._process.kill()
         self._process.wait()
         for wire in (self._process.stdin, self._process.stdout, self._log):
             if wire is not None:
                 wire.close()
 
-    def _exchange(self, message: Mapping[str, Any], limit_s: float) -> dict[str, Any]:
-        """Sends one line and returns one; {"timeout": true} past the limit, {} from a dead process."""
+    def _exchange(self, message: bytes, limit_s: float) -> dict[str, Any]:
+        """Sends a message and returns one line; {"timeout": true} past the limit, {} from a dead process."""
         deadline_s = time.monotonic() + limit_s
-        left = memoryview(json.dumps(message).encode() + b"\n")
+        left = memoryview(message + b"\n")
         try:
             while left:
                 if not _wait(self._in, select.POLLOUT, deadline_s):

@@ -156,16 +156,16 @@ def _file_records(config: TaskConfig, path: str) -> Iterator[Located]:
         for row, record in enumerate(pyarrow.parquet.read_table(path).to_pylist()):
             yield f"{path}: row {row}", record
         return
-    with open(path, encoding="utf-8") as file:
+    with open(path, "rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue
             try:
                 record = json.loads(line)
-            except json.JSONDecodeError as error:
+            except ValueError as error:  # not JSON, or not UTF-8
                 raise ValueError(f"{path}:{number}: not a JSON object ({error}); fix or remove the line") from error
             if not isinstance(record, dict):
-                raise ValueError(f"{path}:{number}: got {line.strip()[:60]!r}, expected a JSON object")
+                raise ValueError(f"{path}:{number}: got {line.strip()[:60].decode()!r}, expected a JSON object")
             yield f"{path}:{number}", record
 
 
@@ -210,7 +210,8 @@ class _PromptBuilder:
         if config.source == "reasoning_gym":
             return {**reference, "answer": record["answer"], "reasoning_gym": record["reasoning_gym"]}
         if config.answer_field:
-            stated = str(_field(where, record, config.answer_field))
+            value = _field(where, record, config.answer_field)
+            stated = "" if value is None else str(value)
             reference["answer"] = answers.extract_answer(stated, config.answer_source)
             if reference["answer"] is None:
                 raise ValueError(
