@@ -4,7 +4,7 @@ import concurrent.futures
 
 import pytest
 
-from tlt_jax.rl import verifiers
+from tlt_jax.rl import gym, verifiers
 
 BOXED = {"format": "boxed"}
 
@@ -88,18 +88,11 @@ def test_exact_and_format():
 
 def test_reasoning_gym_scores_its_own_entry():
     spec = {"dataset": "chain_sum", "size": 4, "seed": 7, "params": {"max_terms": 2}, "index": 2}
-    _, entry = verifiers.gym_entry(spec)
+    _, entry = gym.find_entry(spec)
     reference = {"format": "answer_tag", "reasoning_gym": spec}
     assert verifiers.score_reasoning_gym(f"<answer>{entry['answer']}</answer>", reference) == 1.0
     assert 0.0 <= verifiers.score_reasoning_gym("<answer>no</answer>", reference) < 0.1
     assert verifiers.score_reasoning_gym(entry["answer"], reference) == 0.0
-
-
-def test_unknown_dataset_and_parameters_are_named():
-    with pytest.raises(ValueError, match=r"'chain_sums'.*chain_sum"):
-        verifiers.gym_dataset("chain_sums", 1, 0, "{}")
-    with pytest.raises(ValueError, match=r"chain_sum.*max_term"):
-        verifiers.gym_dataset("chain_sum", 1, 0, '{"max_term": 2}')
 
 
 def test_weighted_sum_and_names():

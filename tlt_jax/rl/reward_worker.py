@@ -24,7 +24,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from tlt_jax.rl import sandbox, verifiers
+from tlt_jax.rl import gym, sandbox, verifiers
 
 _MAX_ERROR_LEN = 300
 _MAX_REPLY_BYTES = 65536
@@ -129,7 +129,7 @@ def main() -> None:
     while nonce := lines.readline().decode().strip():
         row = json.loads(lines.readline())
         if "reasoning_gym" in row["reference"] and "reasoning_gym" in settings["weights"]:
-            verifiers.gym_entry(row["reference"]["reasoning_gym"])  # made here, shared by all children
+            gym.find_entry(row["reference"]["reasoning_gym"])  # made here, shared by all children
         reply = run_row(row, score, settings, wires)
         is_last = _has_leftover_processes()
         write({**reply, "nonce": nonce, "last": is_last})

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from tlt_jax.rl import answers, prompts, verifiers
+from tlt_jax.rl import answers, gym, prompts
 
 SOURCES = ("jsonl", "parquet", "reasoning_gym")
 _EVAL_SEED_OFFSET = 1_000_003  # reasoning-gym: the held-out prompts come from another seed
@@ -109,10 +109,7 @@ def make_task(config: TaskConfig, tokenizer) -> Task:
       ValueError: a bad record, with file and line; no prompt left; an unknown data set or parameter.
     """
     if config.source == "reasoning_gym":
-        train = list(_gym_records(config, config.size, config.seed))
-        held_out = list(_gym_records(config, config.eval_size, config.seed + _EVAL_SEED_OFFSET))
-        questions = {record["question"] for _, record in held_out}
-        train = [item for item in train if item[1]["question"] not in questions]
+        train, held_out = _gym_records(config)
     else:
         train = list(_file_records(config, config.path))
         if config.eval_path:
@@ -134,17 +131,22 @@ def make_task(config: TaskConfig, tokenizer) -> Task:
 Located = tuple[str, dict[str, Any]]  # where a record stands, for error messages, and the record
 
 
-def _gym_records(config: TaskConfig, size: int, seed: int) -> Iterator[Located]:
-    if size == 0:
-        return
+def _gym_records(config: TaskConfig) -> tuple[list[Located], list[Located]]:
     params = json.dumps(dict(config.params), sort_keys=True)
-    dataset = verifiers.gym_dataset(config.dataset, size, seed, params)
-    for index in range(size):
-        entry = dataset[index]
-        spec = {"dataset": config.dataset, "size": size, "seed": seed, "params": dict(config.params), "index": index}
-        # Five data sets carry no answer of their own: only their scorer can judge.
-        record = {"question": entry["question"], "answer": entry["answer"] or "", "reasoning_gym": spec}
-        yield f"{config.dataset}[{index}]", record
+    sets = ((config.size, config.seed), (config.eval_size, config.seed + _EVAL_SEED_OFFSET))
+    listed = gym.make_records([(config.dataset, size, seed, params) for size, seed in sets])
+    located = []
+    for (size, seed), records in zip(sets, listed, strict=True):
+        spec = {"dataset": config.dataset, "size": size, "seed": seed, "params": dict(config.params)}
+        located.append(
+            [
+                (f"{config.dataset}[{index}]", {**record, "reasoning_gym": {**spec, "index": index}})
+                for index, record in enumerate(records)
+            ]
+        )
+    train, held_out = located
+    questions = {record["question"] for _, record in held_out}
+    return [item for item in train if item[1]["question"] not in questions], held_out
 
 
 def _file_records(config: TaskConfig, path: str) -> Iterator[Located]:

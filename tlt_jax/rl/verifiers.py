@@ -13,18 +13,16 @@ Heavy libraries are imported at first use, and this module imports no jax: worke
 
 from __future__ import annotations
 
-import difflib
 import functools
 import importlib
 import importlib.util
-import json
 import math
 import re
 from collections.abc import Callable, Mapping
 from fractions import Fraction
 from typing import Any, cast
 
-from tlt_jax.rl import answers
+from tlt_jax.rl import answers, gym
 
 Reference = Mapping[str, Any]
 Verifier = Callable[[str, Reference], float]
@@ -115,40 +113,6 @@ def _boxed(answer: str) -> str:
     return rf"$\boxed{{{bare}}}$"
 
 
-@functools.lru_cache(maxsize=8)
-def gym_dataset(name: str, size: int, seed: int, params: str):
-    """A reasoning-gym data set, deterministic in its arguments; `params` is a JSON object.
-
-    Raises:
-      ValueError: no such data set, with the nearest names; parameters that it refuses.
-    """
-    import reasoning_gym
-    from reasoning_gym.factory import DATASETS
-
-    if name not in DATASETS:
-        nearest = difflib.get_close_matches(name, DATASETS, n=3) or sorted(DATASETS)[:3]
-        raise ValueError(f"reasoning_gym data set: got {name!r}, expected one of its own, nearest {nearest}")
-    try:
-        return reasoning_gym.create_dataset(name, size=size, seed=seed, **json.loads(params))
-    except (TypeError, AssertionError) as error:
-        raise ValueError(f"reasoning_gym data set {name!r}: refused parameters {params}: {error}") from error
-
-
-@functools.lru_cache(maxsize=4096)
-def _gym_entry(name: str, size: int, seed: int, params: str, index: int):
-    dataset = gym_dataset(name, size, seed, params)
-    return dataset, dataset[index]
-
-
-def gym_entry(spec: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The data set and the entry that `reference["reasoning_gym"]` names; cached.
-
-    The entry is made again from its seed, as some hold values that JSON cannot carry.
-    """
-    params = json.dumps(spec["params"], sort_keys=True)
-    return _gym_entry(spec["dataset"], spec["size"], spec["seed"], params, spec["index"])
-
-
 def score_reasoning_gym(text: str, reference: Reference) -> float:
     """The data set's own score of the answer, clamped to [0, 1]; executes text, so sandboxed only.
 
@@ -158,7 +122,7 @@ def score_reasoning_gym(text: str, reference: Reference) -> float:
     answer = response_answer(text, reference)
     if answer is None:
         return 0.0
-    dataset, entry = gym_entry(reference["reasoning_gym"])
+    dataset, entry = gym.find_entry(reference["reasoning_gym"])
     score = dataset.score_answer(answer=answer, entry=entry)
     return min(max(float(score), 0.0), 1.0)
 
