@@ -11,12 +11,30 @@ from tlt_jax.types import SamplingParams
 @pytest.mark.parametrize(
     ("name", "fields"),
     [
-        ("grpo", dict(advantage="group_norm", aggregation="seq_mean", clip_high=0.2, kl_coef=0.04, kl_estimator="k3")),
-        ("dr_grpo", dict(advantage="group_mean", aggregation="constant", kl_coef=0.0)),
-        ("dapo", dict(aggregation="token_mean", clip_low=0.2, clip_high=0.28, zero_std="drop", overlong_buffer=0.2)),
-        ("rloo", dict(advantage="rloo", aggregation="seq_sum", kl_estimator="k1", kl_in="reward")),
-        ("gspo", dict(ratio_level="sequence", clip_low=3e-4, clip_high=4e-4)),
-        ("reinforce_pp", dict(advantage="group_mean_batch_norm", aggregation="token_mean", kl_estimator="k2")),
+        (
+            "grpo",
+            {
+                "advantage": "group_norm",
+                "aggregation": "seq_mean",
+                "clip_high": 0.2,
+                "kl_coef": 0.04,
+                "kl_estimator": "k3",
+            },
+        ),
+        ("dr_grpo", {"advantage": "group_mean", "aggregation": "constant", "kl_coef": 0.0}),
+        (
+            "dapo",
+            {
+                "aggregation": "token_mean",
+                "clip_low": 0.2,
+                "clip_high": 0.28,
+                "zero_std": "drop",
+                "overlong_buffer": 0.2,
+            },
+        ),
+        ("rloo", {"advantage": "rloo", "aggregation": "seq_sum", "kl_estimator": "k1", "kl_in": "reward"}),
+        ("gspo", {"ratio_level": "sequence", "clip_low": 3e-4, "clip_high": 4e-4}),
+        ("reinforce_pp", {"advantage": "group_mean_batch_norm", "aggregation": "token_mean", "kl_estimator": "k2"}),
     ],
 )
 def test_presets_pin_their_published_fields(name, fields):
@@ -64,7 +82,7 @@ def test_kl_needs_an_estimator():
         AlgorithmConfig(kl_coef=0.1, kl_estimator="none")
 
 
-@pytest.mark.parametrize("cut", [dict(top_p=0.7), dict(top_k=2), dict(min_p=0.1)])
+@pytest.mark.parametrize("cut", [{"top_p": 0.7}, {"top_k": 2}, {"min_p": 0.1}])
 def test_truncated_sampling_needs_importance_weights(cut):
     """B2: a rollout law that the learner cannot recompute is refused, unless weights correct for it."""
     with pytest.raises(ValueError, match="tis_cap"):

@@ -12,17 +12,17 @@ from tlt_jax.rl.grpo import TokenTerms, kl_estimate, log_ratio, policy_loss, seq
 def _terms(logprobs, **fields):
     logprobs = jnp.asarray(logprobs, jnp.float32)
     shape = logprobs.shape
-    base = dict(
-        logprobs=logprobs,
-        entropies=jnp.zeros(shape),
-        old_logprobs=jax.lax.stop_gradient(logprobs),
-        behaviour_logprobs=jax.lax.stop_gradient(logprobs),
-        ref_logprobs=None,
-        advantages=jnp.ones(shape),
-        weights=jnp.full(shape, 1.0 / logprobs.size),
-        mask=jnp.ones(shape, bool),
-        segments=jnp.zeros(shape, jnp.int32),
-    )
+    base = {
+        "logprobs": logprobs,
+        "entropies": jnp.zeros(shape),
+        "old_logprobs": jax.lax.stop_gradient(logprobs),
+        "behaviour_logprobs": jax.lax.stop_gradient(logprobs),
+        "ref_logprobs": None,
+        "advantages": jnp.ones(shape),
+        "weights": jnp.full(shape, 1.0 / logprobs.size),
+        "mask": jnp.ones(shape, bool),
+        "segments": jnp.zeros(shape, jnp.int32),
+    }
     fields = {k: jnp.asarray(v, jnp.float32) if isinstance(v, list) else v for k, v in fields.items()}
     return TokenTerms(**{**base, **fields})
 
@@ -34,14 +34,14 @@ def _loss(logprobs, algo, **fields):
 @pytest.mark.parametrize(
     ("old", "advantage", "algo", "expected"),
     [
-        (-1.0, 1.0, dict(), -1.0),
-        (-2.0, 1.0, dict(), -1.2),  # ratio e, clipped above
-        (-2.0, 1.0, dict(clip_high=0.28), -1.28),
-        (-0.5, 1.0, dict(), -np.exp(-0.5)),  # pessimistic: a low ratio is not clipped for A > 0
-        (-0.5, -1.0, dict(), 0.8),  # clipped below
-        (-2.0, -1.0, dict(), np.e),  # pessimistic: a high ratio is not clipped for A < 0
-        (-2.0, -1.0, dict(dual_clip=2.0), 2.0),
-        (-2.0, -1.0, dict(dual_clip=3.0), np.e),
+        (-1.0, 1.0, {}, -1.0),
+        (-2.0, 1.0, {}, -1.2),  # ratio e, clipped above
+        (-2.0, 1.0, {"clip_high": 0.28}, -1.28),
+        (-0.5, 1.0, {}, -np.exp(-0.5)),  # pessimistic: a low ratio is not clipped for A > 0
+        (-0.5, -1.0, {}, 0.8),  # clipped below
+        (-2.0, -1.0, {}, np.e),  # pessimistic: a high ratio is not clipped for A < 0
+        (-2.0, -1.0, {"dual_clip": 2.0}, 2.0),
+        (-2.0, -1.0, {"dual_clip": 3.0}, np.e),
     ],
 )
 def test_clips_by_value(old, advantage, algo, expected):
@@ -51,9 +51,7 @@ def test_clips_by_value(old, advantage, algo, expected):
 
 def test_clip_metrics_count_active_clips():
     algo = AlgorithmConfig(dual_clip=2.0)
-    terms = _terms(
-        [[-1.0, -1.0, -1.0]], old_logprobs=[[-2.0, -2.0, -1.0]], advantages=[[1.0, -1.0, 1.0]]
-    )
+    terms = _terms([[-1.0, -1.0, -1.0]], old_logprobs=[[-2.0, -2.0, -1.0]], advantages=[[1.0, -1.0, 1.0]])
     _, metrics = policy_loss(terms, algo)
     assert (float(metrics["sum/clip"]), float(metrics["sum/dual_clip"])) == (1.0, 1.0)
     np.testing.assert_allclose(metrics["max/ratio"], np.e, rtol=1e-6)
@@ -95,8 +93,11 @@ def test_log_ratio_is_bounded_before_exp():
 def test_policy_loss_has_finite_gradients_at_extreme_ratios():
     """B8: the whole loss stays finite where the policies have drifted apart without bound."""
     for old, advantage in ((-300.0, 1.0), (-300.0, -1.0), (300.0, 1.0), (300.0, -1.0)):
-        grad = jax.grad(lambda x, o=old, a=advantage: _loss(x, preset("grpo"), old_logprobs=[[o]], advantages=[[a]],
-                                                            ref_logprobs=[[o]]))(jnp.array([[-1.0]]))
+        grad = jax.grad(
+            lambda x, o=old, a=advantage: _loss(
+                x, preset("grpo"), old_logprobs=[[o]], advantages=[[a]], ref_logprobs=[[o]]
+            )
+        )(jnp.array([[-1.0]]))
         assert np.isfinite(grad).all()
 
 
@@ -160,7 +161,9 @@ def test_masked_slots_are_safe_in_value_and_gradient():
 
     np.testing.assert_array_equal(jax.grad(total)(jnp.zeros(2)), [1.0, 0.0])
     grad = jax.grad(
-        lambda x: _loss(x, preset("grpo"), old_logprobs=[[0.0, -jnp.inf]], mask=mask[None], ref_logprobs=[[0.0, jnp.nan]])
+        lambda x: _loss(
+            x, preset("grpo"), old_logprobs=[[0.0, -jnp.inf]], mask=mask[None], ref_logprobs=[[0.0, jnp.nan]]
+        )
     )(jnp.zeros((1, 2)))
     np.testing.assert_allclose(grad, [[-0.5, 0.0]])
 
@@ -168,14 +171,19 @@ def test_masked_slots_are_safe_in_value_and_gradient():
 def test_kl_shares_the_weights_of_the_policy_term():
     """B7: KL and policy terms have one normalisation."""
     weights = [[0.5, 0.1]]
-    loss = _loss([[-1.0, -1.0]], preset("grpo", kl_coef=0.1), advantages=[[0.0, 0.0]], weights=weights,
-                 ref_logprobs=[[-2.0, -2.0]])
+    loss = _loss(
+        [[-1.0, -1.0]],
+        preset("grpo", kl_coef=0.1),
+        advantages=[[0.0, 0.0]],
+        weights=weights,
+        ref_logprobs=[[-2.0, -2.0]],
+    )
     np.testing.assert_allclose(loss, 0.1 * (0.5 + 0.1) * 0.36788, rtol=1e-4)
 
 
 def test_no_signal_and_no_kl_gives_gradient_exactly_zero():
     """B18: advantage 0 with kl_coef 0 pulls on nothing; with KL it does."""
-    args = dict(advantages=[[0.0, 0.0]], old_logprobs=[[-1.0, -3.0]], ref_logprobs=[[-2.0, -1.0]])
+    args = {"advantages": [[0.0, 0.0]], "old_logprobs": [[-1.0, -3.0]], "ref_logprobs": [[-2.0, -1.0]]}
     logprobs = jnp.array([[-1.0, -2.0]])
     grad = jax.grad(lambda x: _loss(x, preset("grpo", kl_coef=0.0), **args))(logprobs)
     np.testing.assert_array_equal(grad, [[0.0, 0.0]])

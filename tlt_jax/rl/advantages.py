@@ -48,7 +48,8 @@ def shape_rewards(
       kl_sums_PR: f32[P,R] KL estimates summed over the response's tokens; needed where kl_in is `reward`.
     Returns:
       f32[P,R].
-    References: DAPO, arXiv 2503.14476, eq. 13: 0 up to max_tokens - buffer, then linear to -overlong_penalty at the cap.
+    References:
+      DAPO, arXiv 2503.14476, eq. 13: 0 up to max_tokens - buffer, then linear to -overlong_penalty at the cap.
     """
     shaped_PR = _check_rewards(rewards_PR)
     if algo.overlong_buffer > 0.0:

@@ -35,6 +35,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+from typing import Any
 
 from tlt_jax.types import SamplingParams
 
@@ -63,12 +64,12 @@ class AlgorithmConfig:
       clip_high: the ratio is clipped above at 1 + clip_high.
       dual_clip: bound of ratio * |A| for negative advantages, above 1; 0 is off.
       kl_coef: weight of the KL to the reference; 0 needs no reference.
-      kl_estimator: `k1` new - ref, `k2` (new - ref)^2 / 2, `k3` exp(ref - new) - (ref - new) - 1. The gradient of k1 as a
-        loss is zero in expectation: use k1 in the reward, k2 or k3 in the loss.
+      kl_estimator: `k1` new - ref, `k2` (new - ref)^2 / 2, `k3` exp(ref - new) - (ref - new) - 1. The gradient of k1 as
+        a loss is zero in expectation: use k1 in the reward, k2 or k3 in the loss.
       kl_in: `loss` per token; `reward` takes kl_coef * sum_t kl_t off the row's reward before advantages.
       entropy_coef: weight of the entropy bonus; 0 is off.
-      tis_cap: cap of exp(learner - behaviour), the weight that corrects for a rollout that samples from another law than
-        the learner computes; 0 is off.
+      tis_cap: cap of exp(learner - behaviour), the weight that corrects for a rollout that samples from another law
+        than the learner computes; 0 is off.
       num_iterations: passes over one rollout batch.
       num_minibatches: optimizer steps per pass.
       zero_std: rows of groups with constant reward: `keep` (advantage 0, they count in denominators, KL acts on them)
@@ -133,22 +134,25 @@ class AlgorithmConfig:
         return self.num_iterations * self.num_minibatches
 
 
-PRESETS = {
-    "grpo": dict(kl_coef=0.04),
-    "dr_grpo": dict(advantage="group_mean", aggregation="constant"),
-    "dapo": dict(
-        aggregation="token_mean",
-        clip_high=0.28,
-        zero_std="drop",
-        dynamic_sampling=True,
-        overlong_filter=True,
-        overlong_buffer=0.2,
-    ),
-    "rloo": dict(advantage="rloo", aggregation="seq_sum", kl_coef=0.05, kl_estimator="k1", kl_in="reward"),
-    "gspo": dict(ratio_level="sequence", clip_low=3e-4, clip_high=4e-4),
-    "reinforce_pp": dict(
-        advantage="group_mean_batch_norm", aggregation="token_mean", kl_coef=1e-5, kl_estimator="k2"
-    ),
+PRESETS: dict[str, dict[str, Any]] = {
+    "grpo": {"kl_coef": 0.04},
+    "dr_grpo": {"advantage": "group_mean", "aggregation": "constant"},
+    "dapo": {
+        "aggregation": "token_mean",
+        "clip_high": 0.28,
+        "zero_std": "drop",
+        "dynamic_sampling": True,
+        "overlong_filter": True,
+        "overlong_buffer": 0.2,
+    },
+    "rloo": {"advantage": "rloo", "aggregation": "seq_sum", "kl_coef": 0.05, "kl_estimator": "k1", "kl_in": "reward"},
+    "gspo": {"ratio_level": "sequence", "clip_low": 3e-4, "clip_high": 4e-4},
+    "reinforce_pp": {
+        "advantage": "group_mean_batch_norm",
+        "aggregation": "token_mean",
+        "kl_coef": 1e-5,
+        "kl_estimator": "k2",
+    },
 }
 
 

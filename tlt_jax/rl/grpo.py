@@ -13,6 +13,8 @@ Invariants:
 
 from __future__ import annotations
 
+import dataclasses
+
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -143,9 +145,9 @@ def _clipped_surrogate(ratio, advantages, algo: AlgorithmConfig):
 def _check(terms: TokenTerms) -> None:
     if terms.mask.dtype != jnp.bool_:
         raise ValueError(f"mask: got {terms.mask.dtype}, expected bool; write `mask > 0`, or check the argument order")
-    for name in ("logprobs", "old_logprobs", "behaviour_logprobs", "ref_logprobs", "entropies", "advantages", "weights"):
+    for name in [field.name for field in dataclasses.fields(terms)]:
         value = getattr(terms, name)
-        if value is None:
+        if value is None or name in ("mask", "segments"):
             continue
         if value.dtype != jnp.float32:
             raise ValueError(f"{name}: got {value.dtype}, expected float32; compute the log-softmax from f32 logits")
