@@ -143,7 +143,7 @@ class RolloutEngine:
         requests = list(requests)
         self._loaded()
         for r in requests:
-            self._check(r)
+            self.check(r)
         ids = {r.request_id for r in requests}
         if len(ids) < len(requests) or ids & self._ids:
             raise ValueError("requests: got a request id twice, expected distinct ids (they seed the noise)")
@@ -205,7 +205,8 @@ class RolloutEngine:
             raise ValueError("engine: got no weights, expected load(...) before the first request")
         return self._weights
 
-    def _check(self, r: Request) -> None:
+    def check(self, r: Request) -> None:
+        """Raises ValueError where `submit` would refuse the request by itself."""
         if not r.prompt_ids:
             raise ValueError(f"request {r.request_id}: got an empty prompt, expected at least one token")
         if min(r.prompt_ids) < 0 or max(r.prompt_ids) >= self.model.vocab_size:

@@ -1,0 +1,122 @@
+"""From a checked configuration to the parts of a run. Cheap checks come first, weights and programs last."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import pathlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from launch.fetch import resolve_model
+from launch.run_config import RunConfig
+from tlt_jax.models.config import ModelConfig
+from tlt_jax.models.hf import load_config, load_hf
+from tlt_jax.models.transformer import param_shapes
+from tlt_jax.rl.prompts import load_tokenizer
+from tlt_jax.rl.rewards import RewardPool
+from tlt_jax.rl.tasks import Task, make_task
+from tlt_jax.rollout.engine import RolloutEngine
+from tlt_jax.rollout.workers import WorkerPool
+from tlt_jax.sharding import Versioned, make_mesh, param_shardings, publish, worker_meshes
+from tlt_jax.types import Params
+
+DecodeText = Callable[[Sequence[int]], str]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """What a run reads, before any weight is."""
+
+    model_dir: pathlib.Path
+    model: ModelConfig
+    tokenizer: Any
+    decode_text: DecodeText
+
+
+def read_inputs(run: RunConfig) -> Inputs:
+    """The model's configuration and tokenizer; a model known by name is fetched first."""
+    model_dir = resolve_model(run.model.path)
+    model = load_config(model_dir, dtype=run.model.dtype)
+    tokenizer = load_tokenizer(model_dir)
+    decode_text = functools.partial(tokenizer.decode, skip_special_tokens=True)
+    return Inputs(model_dir=model_dir, model=model, tokenizer=tokenizer, decode_text=decode_text)
+
+
+def check_lengths(run: RunConfig, max_prompt_tokens: int, model: ModelConfig) -> None:
+    """Raises ValueError where the longest prompt and response do not fit the cache, or the model's positions."""
+    need = max_prompt_tokens + run.sampling.max_tokens
+    if need > run.rollout.max_len:
+        raise ValueError(
+            f"lengths: got task.max_prompt_tokens {max_prompt_tokens} + rollout.max_tokens "
+            f"{run.sampling.max_tokens} = {need} tokens, expected at most rollout.max_len {run.rollout.max_len}; raise "
+            "rollout.max_len or lower one of the two"
+        )
+    if need > model.max_position_embeddings:
+        raise ValueError(
+            f"lengths: got {need} tokens of prompt and response, expected at most the model's "
+            f"max_position_embeddings {model.max_position_embeddings}; lower task.max_prompt_tokens or "
+            "rollout.max_tokens"
+        )
+
+
+def load_task(run: RunConfig, inputs: Inputs) -> Task:
+    """The prompts, checked against the cache."""
+    check_lengths(run, run.task.max_prompt_tokens, inputs.model)
+    return make_task(run.task, inputs.tokenizer)
+
+
+def make_workers(run: RunConfig, inputs: Inputs, devices: Sequence[jax.Device] | None = None) -> WorkerPool:
+    """The rollout workers, each on a sub-mesh of this process's devices; no weights yet."""
+    meshes = worker_meshes(devices or jax.local_devices(), run.workers.num_workers)
+    return WorkerPool(
+        [
+            RolloutEngine(
+                inputs.model, run.rollout, seed=run.loop.seed, mesh=mesh, worker=i, decode_text=inputs.decode_text
+            )
+            for i, mesh in enumerate(meshes)
+        ]
+    )
+
+
+def make_publish(run: RunConfig, inputs: Inputs, workers: WorkerPool) -> Callable[[Params, int], list[Versioned]]:
+    """(params, version) -> one copy per worker, in the rollout's dtype and the worker's sharding."""
+    shapes = param_shapes(inputs.model)
+    shardings = [param_shardings(shapes, e.mesh, heads=inputs.model.num_kv_heads) for e in workers.engines]
+
+    def copy_to_workers(params: Params, version: int) -> list[Versioned]:
+        return [publish(params, s, version, run.model.dtype) for s in shardings]
+
+    return copy_to_workers
+
+
+def load_rollout_weights(run: RunConfig, inputs: Inputs, workers: WorkerPool) -> None:
+    """Loads the model straight into the workers (generation and evaluation, without a learner)."""
+    shapes = param_shapes(inputs.model)
+    copies = []
+    for engine in workers.engines:
+        shardings = param_shardings(shapes, engine.mesh, heads=inputs.model.num_kv_heads)
+        _, params = load_hf(inputs.model_dir, param_dtype=run.model.dtype, shardings=shardings)
+        copies.append(Versioned(params=params, version=0))
+    workers.load(copies)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Policy:
+    """The learner's mesh, and the model's weights for it in f32."""
+
+    mesh: jax.sharding.Mesh
+    load: Callable[[], Params]
+
+
+def make_policy(run: RunConfig, inputs: Inputs) -> Policy:
+    """Nothing is read before `load()`."""
+    mesh = make_mesh(run.mesh)
+    shardings = param_shardings(param_shapes(inputs.model), mesh, heads=inputs.model.num_kv_heads)
+    return Policy(mesh=mesh, load=lambda: load_hf(inputs.model_dir, shardings=shardings)[1])
+
+
+def make_reward_pool(run: RunConfig) -> RewardPool:
+    return RewardPool(run.reward)

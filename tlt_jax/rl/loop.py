@@ -1,0 +1,279 @@
+"""The training loop: rollout, reward, update, publish, and what is written down about each.
+
+Life of step s (1, 2, ...):
+  1. Draw P prompts; make P x R requests. Their ids, and so their noise, depend on s alone.
+  2. Workers decode with policy version s-1; rewards are computed meanwhile. With dynamic sampling, batches are drawn
+     until P groups have a signal, or the limit of batches is reached.
+  3. Advantages, log-probs and update on the learner's mesh.
+  4. The new weights become version s and are copied to the workers.
+  5. Metrics, rollouts, evaluation and checkpoint, all under the number s.
+
+Invariants:
+  - A run that was stopped anywhere and resumed continues token for token: everything that step s depends on is either
+    derived from (config, s) or in the checkpoint of s-1.
+  - The sum of the phases of a step is its wall time, `time/other_s` included.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from tlt_jax.checkpoint import CheckpointStore
+from tlt_jax.metrics import MetricsWriter, RolloutWriter, TimelineWriter, memory_metrics
+from tlt_jax.rl.advantages import find_constant_groups
+from tlt_jax.rl.algorithms import AlgorithmConfig
+from tlt_jax.rl.batch import assign_advantages, make_batch
+from tlt_jax.rl.evaluate import EvalConfig, evaluate
+from tlt_jax.rl.experience import Scored, collect, concat, make_requests, rollout_metrics, take_groups
+from tlt_jax.rl.optimizer import LearnerState
+from tlt_jax.rl.rewards import RewardPool
+from tlt_jax.rl.tasks import Prompt, TrainIterator
+from tlt_jax.rl.update import Learner
+from tlt_jax.rollout.engine import Progress
+from tlt_jax.rollout.workers import WorkerPool
+from tlt_jax.sharding import Versioned
+from tlt_jax.types import Params, SamplingParams
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoopConfig:
+    """Sizes and cadence of the loop.
+
+    Attributes:
+      num_steps: RL steps of the whole run; raising it later continues the run.
+      prompts_per_step: P.
+      group_size: R, responses per prompt.
+      max_batches: with dynamic sampling, most batches of P prompts drawn in a step.
+      seed: of the run: noise, order of prompts, random weights.
+    """
+
+    num_steps: int = 100
+    prompts_per_step: int = 8
+    group_size: int = 8
+    max_batches: int = 4
+    seed: int = 0
+
+    def __post_init__(self):
+        checks = (
+            ("num_steps", self.num_steps >= 1, ">= 1"),
+            ("prompts_per_step", self.prompts_per_step >= 1, ">= 1"),
+            ("group_size", self.group_size >= 1, ">= 1"),
+            ("max_batches", self.max_batches >= 1, ">= 1"),
+            ("seed", 0 <= self.seed < 1 << 63, "in [0, 2^63)"),
+        )
+        for name, ok, expected in checks:
+            if not ok:
+                raise ValueError(f"rl.{name}: got {getattr(self, name)!r}, expected {expected}")
+
+    def check_algorithm(self, algo: AlgorithmConfig) -> None:
+        """Raises ValueError where the batch cannot be cut as the algorithm wants, or a group is too small for it."""
+        num_rows = self.prompts_per_step * self.group_size
+        if num_rows % algo.num_minibatches:
+            raise ValueError(
+                f"loop: got {self.prompts_per_step} prompts x {self.group_size} responses = {num_rows} rows for "
+                f"{algo.num_minibatches} minibatches, expected a multiple; change rl.prompts_per_step, rl.group_size or "
+                "rl.num_minibatches"
+            )
+        if self.group_size == 1 and algo.advantage not in ("batch_norm",):
+            raise ValueError(
+                f"rl.group_size: got 1 with advantage {algo.advantage!r}, which compares the responses to one prompt; "
+                "expected at least 2"
+            )
+
+
+class Reporter(Protocol):
+    """Shows a person what the loop does. Called from the loop's thread, and `progress` from workers' threads too."""
+
+    def phase(self, step: int, name: str) -> None: ...
+    def progress(self, progress: Progress) -> None: ...
+    def done(self, step: int, metrics: dict[str, float]) -> None: ...
+    def note(self, text: str) -> None: ...
+
+
+class _PhaseClock:
+    """Seconds spent in each phase of a step."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextlib.contextmanager
+    def phase(self, name: str):
+        start_s = time.perf_counter()
+        yield
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start_s
+
+
+@dataclasses.dataclass(kw_only=True)
+class TrainLoop:
+    """Holds the parts of a run and drives them; the parts do the maths."""
+
+    config: LoopConfig
+    algo: AlgorithmConfig
+    sampling: SamplingParams
+    eval_config: EvalConfig
+    learner: Learner
+    state: LearnerState
+    ref_params: Params | None
+    workers: WorkerPool
+    publish: Callable[[Params, int], list[Versioned]]
+    prompts: TrainIterator
+    eval_prompts: Sequence[Prompt]
+    rewards: RewardPool
+    decode_text: Callable[[Sequence[int]], str]
+    store: CheckpointStore | None
+    checkpoint_every: int
+    metrics: MetricsWriter
+    rollouts: RolloutWriter
+    timeline: TimelineWriter
+    reporter: Reporter
+    first_step: int = 1  # 1 + the step restored from
+
+    def run(self) -> dict[str, float]:
+        """Trains up to `config.num_steps`; returns the last step's metrics."""
+        self._start_s = time.perf_counter()
+        self.workers.load(self.publish(self.state.params, self.first_step - 1))
+        last: dict[str, float] = {}
+        if self.first_step == 1 and self._evaluates(0):
+            self.metrics.write(0, self._evaluate(0))
+        for step in range(self.first_step, self.config.num_steps + 1):
+            last = self._step(step)
+        if self.store is not None:
+            self.store.wait()
+        return last
+
+    def _step(self, step: int) -> dict[str, float]:
+        clock, start_s = _PhaseClock(), time.perf_counter()
+        compiled, compile_s = self._compile_stats()
+        self.reporter.phase(step, "rollout")
+        scored = self._rollout(step)
+        out = rollout_metrics(scored) | {"worker/idle_frac": self.workers.idle_frac}
+        kept = self._keep_groups(scored)
+        self.reporter.phase(step, "update")
+        with clock.phase("update"):
+            learn, advantages = self._update(kept)
+        out |= learn | {"rl/reward_mean": out["rl/reward_mean"]}
+        out["rl/dropped_groups"] += len(scored.prompts) - len(kept.prompts)
+        with clock.phase("publish"):
+            self.workers.load(self.publish(self.state.params, step))
+        with clock.phase("write"):
+            self.rollouts.write(step, kept.completions, kept.texts, kept.rewards, advantages)
+        if self._evaluates(step):
+            with clock.phase("eval"):
+                out |= self._evaluate(step)
+        with clock.phase("checkpoint"):
+            self._checkpoint(step, out)
+        now_compiled, now_compile_s = self._compile_stats()
+        out |= {"compile/count": now_compiled - compiled, "compile/seconds": now_compile_s - compile_s}
+        out |= self._times(out, clock, time.perf_counter() - start_s) | memory_metrics()
+        self.metrics.write(step, out)
+        self.reporter.done(step, out)
+        return out
+
+    def _times(self, out: dict[str, float], clock: _PhaseClock, step_s: float) -> dict[str, float]:
+        """`time/*_s` that add up to `time/step_s`."""
+        times = {f"time/{name}_s": seconds for name, seconds in clock.seconds.items()}
+        times["time/update_s"] -= out["time/logprob_s"]  # measured inside the update
+        for name in ("rollout", "reward", "logprob"):
+            times[f"time/{name}_s"] = out[f"time/{name}_s"]
+        return times | {"time/step_s": step_s, "time/other_s": step_s - sum(times.values())}
+
+    def _rollout(self, step: int) -> Scored:
+        """Scored responses of one batch; with dynamic sampling, of as many as it takes."""
+        size = self.config.prompts_per_step * self.config.group_size
+        parts: list[Scored] = []
+        num_kept = 0
+        for batch in range(self.config.max_batches if self.algo.dynamic_sampling else 1):
+            prompts = next(self.prompts)
+            first_id = (step * self.config.max_batches + batch) * size
+            requests = make_requests(prompts, self.config.group_size, self.sampling, first_id)
+            part = collect(
+                self.workers,
+                self.rewards,
+                prompts,
+                requests,
+                self.decode_text,
+                self.reporter.progress,
+                lambda worker, state: self.timeline.write(
+                    time.perf_counter() - self._start_s, worker=worker, state=state, step=step
+                ),
+            )
+            parts.append(part)
+            if not self.algo.dynamic_sampling:
+                break
+            num_kept += int(np.sum(~find_constant_groups(part.rewards_PR)))
+            if num_kept >= self.config.prompts_per_step:
+                break
+        self._report_failures(step, parts)
+        return concat(parts)
+
+    def _report_failures(self, step: int, parts: Sequence[Scored]) -> None:
+        for message in [m for part in parts for m in part.reward_messages][:3]:
+            self.reporter.note(f"step {step}: a reward failed and scored as failed: {message}")
+
+    def _keep_groups(self, scored: Scored) -> Scored:
+        """With dynamic sampling, the first P groups with a signal; all groups if none has."""
+        if not self.algo.dynamic_sampling:
+            return scored
+        signal = np.flatnonzero(~find_constant_groups(scored.rewards_PR))
+        return take_groups(scored, signal[: self.config.prompts_per_step].tolist()) if len(signal) else scored
+
+    def _update(self, scored: Scored) -> tuple[dict[str, float], np.ndarray]:
+        batch = make_batch(scored.completions, self.sampling)
+        kl_sums = None
+        if self.algo.needs_reference and self.algo.kl_in == "reward":
+            assert self.ref_params is not None
+            kl_sums = self.learner.kl_sums(self.state.params, self.ref_params, batch)
+        batch, shaped = assign_advantages(batch, scored.rewards, self.config.group_size, self.algo, kl_sums)
+        self.state, learnt = self.learner.update(self.state, batch, self.ref_params)
+        return shaped | learnt, batch.advantages
+
+    def _evaluates(self, step: int) -> bool:
+        every = self.eval_config.every
+        return bool(every and self.eval_prompts) and (step % every == 0 or step == self.config.num_steps)
+
+    def _evaluate(self, step: int) -> dict[str, float]:
+        self.reporter.phase(step, "eval")
+        _, metrics = evaluate(
+            self.workers,
+            self.rewards,
+            self.eval_prompts,
+            self.sampling,
+            self.eval_config,
+            self.decode_text,
+            self.reporter.progress,
+        )
+        return metrics
+
+    def _compile_stats(self) -> tuple[int, float]:
+        stats = [e.pool.stats for e in self.workers.engines]
+        learner = sum(self.learner.steps.trace_counts.values())
+        return sum(s.num_compiled for s in stats) + learner, sum(s.compile_s for s in stats)
+
+    def _checkpoint(self, step: int, metrics: dict[str, Any]) -> None:
+        is_due = self.checkpoint_every and step % self.checkpoint_every == 0
+        if self.store is None or not (is_due or step == self.config.num_steps):
+            return
+        self.store.save(step, self.checkpoint_items(), metrics=metrics, summary=self.checkpoint_summary())
+
+    def close(self) -> None:
+        """Closes what the loop writes to."""
+        self.metrics.close()
+        self.timeline.close()
+
+    def checkpoint_items(self) -> dict[str, Any]:
+        """Everything that the next step depends on besides the configuration."""
+        return {"learner": self.state, "data": self.prompts.get_state()}
+
+    def checkpoint_summary(self) -> dict[str, Any]:
+        """What a person wants to see of a checkpoint after a resume."""
+        return {
+            "optimizer_steps": int(self.state.step),
+            "data_position": self.prompts.get_state()["position"],
+            "seed": self.config.seed,
+        }
