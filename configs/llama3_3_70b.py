@@ -15,7 +15,10 @@ from configs import qwen2_5_32b
 
 def get_config() -> ConfigDict:
     config = qwen2_5_32b.get_config()
-    config.model.path = "models/llama-3.3-70b-instruct"
-    config.rollout.num_workers = 1  # per node: all eight GPUs hold one copy
-    config.mesh = {"tensor": 2}
+    changes = {
+        "model": {"path": "models/llama-3.3-70b-instruct"},
+        "rollout": {"num_workers": 1},  # per node: all eight GPUs hold one copy
+        "mesh": {"tensor": 2},
+    }
+    config.update(changes)
     return config

@@ -15,9 +15,10 @@ from configs import qwen2_5_7b
 
 def get_config() -> ConfigDict:
     config = qwen2_5_7b.get_config()
-    config.model.path = "models/qwen2.5-32b"
-    config.rollout.num_workers = 2  # per node: four GPUs, tensor-parallel, hold one copy
-    config.rl.prompts_per_step = 256
-    config.rl.head_tokens = 64 * 2048
-    config.rl.pack.micro_batch_tokens = 64 * 33792
+    changes = {
+        "model": {"path": "models/qwen2.5-32b"},
+        "rollout": {"num_workers": 2},  # per node: four GPUs, tensor-parallel, hold one copy
+        "rl": {"prompts_per_step": 256, "head_tokens": 64 * 2048, "pack": {"micro_batch_tokens": 64 * 33792}},
+    }
+    config.update(changes)
     return config

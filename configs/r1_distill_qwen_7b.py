@@ -15,5 +15,5 @@ from configs import qwen2_5_7b
 
 def get_config() -> ConfigDict:
     config = qwen2_5_7b.get_config()
-    config.model.path = "models/deepseek-r1-distill-qwen-7b"
+    config.update({"model": {"path": "models/deepseek-r1-distill-qwen-7b"}})
     return config
