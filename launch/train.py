@@ -31,7 +31,7 @@ _PROGRESS = flags.DEFINE_bool("progress", sys.stderr.isatty(), "Show progress ba
 
 def main() -> dict[str, Any] | None:
     run = cli.read_run_config()
-    workdir = pathlib.Path(_WORKDIR.value or f"runs/{pathlib.Path(CONFIG.value).stem}")
+    workdir = pathlib.Path(_WORKDIR.value or f"runs/{pathlib.Path(CONFIG.value or '').stem}")
     start_s = time.perf_counter()
     with cli.checking_input():
         inputs = setup.read_inputs(run)
@@ -65,7 +65,11 @@ def make_loop(run: RunConfig, inputs, task, rewards, store: CheckpointStore, wor
     prompts = task.train_iterator(run.loop.prompts_per_step, run.loop.seed)
     restored = store.restore({"learner": learner.steps.state_shapes, "data": None})
     reference = policy.load() if restored is None or run.algorithm.needs_reference else None
-    state = learner.init(reference) if restored is None else restored.items["learner"]
+    if restored is None:
+        assert reference is not None
+        state = learner.init(reference)
+    else:
+        state = restored.items["learner"]
     first_step = 1
     if restored is not None:
         prompts.set_state(restored.items["data"])

@@ -77,8 +77,8 @@ class LoopConfig:
         if num_rows % algo.num_minibatches:
             raise ValueError(
                 f"loop: got {self.prompts_per_step} prompts x {self.group_size} responses = {num_rows} rows for "
-                f"{algo.num_minibatches} minibatches, expected a multiple; change rl.prompts_per_step, rl.group_size or "
-                "rl.num_minibatches"
+                f"{algo.num_minibatches} minibatches, expected a multiple; change rl.prompts_per_step, rl.group_size "
+                "or rl.num_minibatches"
             )
         if self.group_size == 1 and algo.advantage not in ("batch_norm",):
             raise ValueError(
