@@ -2,7 +2,8 @@
 
 Command:   python -m launch.train --config=configs/smollm2_135m.py --workdir=runs/smollm2_135m
 Hardware:  2 CPU cores and 8 GiB of memory, or any GPU.
-Expect:    held-out greedy accuracy and mean reward rise within the first 50 steps; `benchmarks/results/` has a recorded run.
+Expect:    held-out greedy accuracy and mean reward rise within the first 50 steps; a recorded run is in
+           benchmarks/results/.
 """
 
 from ml_collections import ConfigDict

@@ -203,7 +203,7 @@ def forward_cached(
 
 
 def cache_view(start_B: jax.Array, num_new: int, capacity: int, block_mask: jax.Array | None = None) -> CacheView:
-    """What T = `num_new` tokens appended at `start_B` see of a cache of `capacity` slots; mask as in `forward_cached`."""
+    """What T = `num_new` tokens appended at `start_B` see of `capacity` slots; mask as in `forward_cached`."""
     if block_mask is None:
         last_BT = start_B[:, None] + jnp.arange(num_new, dtype=jnp.int32)
         return CacheView(start=start_B, mask=jnp.arange(capacity)[None, None] <= last_BT[:, :, None])
