@@ -241,13 +241,23 @@ def draft_logits(
     """
     if head_VD is None:
         head_VD = draft_head(draft_params, target_params, config, d2t_V)
-    if config.form == "eagle3":
-        h_xD = cast(jax.Array, layers.RMSNorm(config.layer).apply({"params": draft_params["final_norm"]}, h_xD))
-    logits_xV = layers.matmul(h_xD, head_VD, layers.platform_of(config.layer))
+    h_xD = output_norm(draft_params, config, h_xD)
+    return mask_invalid(config, layers.matmul(h_xD, head_VD, layers.platform_of(config.layer)))
+
+
+def output_norm(draft_params: Params, config: DraftConfig, h_xD: jax.Array) -> jax.Array:
+    """What the head is applied to: eagle3's final norm of h, and h itself in eagle."""
+    if config.form == "eagle":
+        return h_xD
+    return cast(jax.Array, layers.RMSNorm(config.layer).apply({"params": draft_params["final_norm"]}, h_xD))
+
+
+def mask_invalid(config: DraftConfig, logits_xV: jax.Array) -> jax.Array:
+    """Masks ids that the tokenizer does not have; a reduced vocabulary has none of them."""
     num_valid = config.target.num_valid_tokens
-    if config.draft_vocab_size or num_valid is None or num_valid == config.target.vocab_size:
+    if logits_xV.shape[-1] != config.target.vocab_size or num_valid in (None, config.target.vocab_size):
         return logits_xV
-    return jnp.where(jnp.arange(config.vocab_size) < num_valid, logits_xV, layers.MASKED)
+    return jnp.where(jnp.arange(config.target.vocab_size) < num_valid, logits_xV, layers.MASKED)
 
 
 def to_target_ids(ids_x: jax.Array, d2t_V: jax.Array | None) -> jax.Array:

@@ -1,0 +1,127 @@
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.drafter.shapes import make, random_inputs
+from tlt_jax.drafter import laws, model
+from tlt_jax.drafter.loss import DraftBatch, LossConfig, count_rows, draft_loss, loss_preset
+from tlt_jax.drafter.unroll import unroll, valid_rows
+
+SEGMENTS = jnp.array([[1] * 7 + [2] * 3, [1] * 8 + [0] * 2])
+POSITIONS = jnp.array([[*range(7), *range(3)], [*range(8), 0, 0]])
+MASK = jnp.array([[0, 0, 1, 1, 1, 0, 0, 1, 0, 0], [0, 1, 1, 1, 1, 1, 1, 0, 0, 0]], bool)
+D2T = jnp.cumsum(jnp.arange(40) % 2)  # ids 0, 2, 3, 5, 6, ...
+
+
+def make_batch(config, seed=0):
+    features, tokens = random_inputs(config, 2, 10, seed)
+    hidden = random_inputs(dataclasses.replace(config, form="eagle", feature_layers=()), 2, 10, seed + 1)[0]
+    return DraftBatch(
+        features=features,
+        tokens=tokens,
+        positions=POSITIONS,
+        segment_ids=SEGMENTS,
+        mask=MASK,
+        hidden=hidden if config.form == "eagle3" else None,
+    )
+
+
+def reference(draft_params, target_params, config, loss, batch, d2t):
+    """The loss by definition: all logits of all rows, plain autodiff."""
+    h_UBTD = unroll(
+        *(draft_params, target_params, config, batch.features, batch.tokens),
+        *(batch.positions, batch.segment_ids, loss.num_steps),
+    )
+    hidden = batch.features if batch.hidden is None else batch.hidden
+    valid_UBT = valid_rows(batch.mask, batch.segment_ids, loss.num_steps)[:, :, :-1]
+    ids = jnp.arange(config.vocab_size) + (0 if d2t is None else d2t)
+    head = target_params["head"]["weight"]
+    kept = jnp.ones(len(head), bool) if loss.full_target else jnp.zeros(len(head), bool).at[ids].set(True)
+    logits = jnp.where(kept, hidden[:, 1:] @ head.T / loss.temperature, -1e30)
+    log_p = jax.nn.log_softmax(logits)[..., ids]
+    outside = 1 - jnp.exp(log_p).sum(-1) if d2t is not None else jnp.zeros(log_p.shape[:-1])
+    is_label = batch.tokens[:, 1:, None] == ids
+    label = jnp.where(is_label.any(-1), jnp.argmax(is_label, -1), -1)
+    total = 0.0
+    for u in range(loss.num_steps):
+        log_q = model.draft_logits(draft_params, target_params, config, h_UBTD[u, :, :-1], d2t)
+        log_q = jax.nn.log_softmax(log_q / loss.temperature)
+        rows = loss.logit_weight * laws.row_loss(loss.logit_loss, log_p, log_q, outside, label)
+        gap = jnp.abs(h_UBTD[u, :, :-1] - hidden[:, 1:])
+        rows += (
+            loss.feature_weight * jnp.mean(jnp.where(gap < 1, gap**2 / 2, gap - 0.5), -1) if batch.hidden is None else 0
+        )
+        total += loss.step_decay**u * jnp.sum(rows * valid_UBT[u]) / jnp.sum(valid_UBT[u])
+    return total
+
+
+def setup(form, d2t, **fields):
+    config, draft_params, target_params = make(form, draft_vocab_size=0 if d2t is None else len(d2t))
+    loss = LossConfig(**({"feature_weight": 0.0} if form == "eagle3" else {}), **fields)
+    return config, draft_params, target_params, loss, make_batch(config)
+
+
+loss_and_grads = jax.jit(jax.value_and_grad(draft_loss, argnums=(0, 1), has_aux=True), static_argnums=(2, 3))
+
+
+@pytest.mark.parametrize(
+    ("form", "d2t", "fields"),
+    [
+        ("eagle", None, {"num_steps": 2, "chunk_rows": 3}),
+        ("eagle", D2T, {"logit_loss": "lk", "full_target": True, "temperature": 0.7}),
+        ("eagle3", D2T, {"num_steps": 2, "logit_loss": "coupling", "logit_weight": 1.0}),
+    ],
+)
+def test_loss_and_gradients_equal_the_definition(form, d2t, fields):
+    """F9: also, no gradient reaches the target."""
+    config, draft_params, target_params, loss, batch = setup(form, d2t, **fields)
+    counts = count_rows(batch.mask, batch.segment_ids, loss.num_steps)
+    (value, sums), (grads, target_grads) = loss_and_grads(draft_params, target_params, config, loss, batch, counts, d2t)
+    expected = jax.jit(jax.value_and_grad(lambda p: reference(p, target_params, config, loss, batch, d2t)))
+    expected_value, expected_grads = expected(draft_params)
+    np.testing.assert_allclose(value, expected_value, rtol=1e-5)
+    assert sums["rows"].tolist() == [10, 7, 5][: loss.num_steps]
+    assert sums["accept_rows"].shape == (loss.num_steps, 2, 10)
+    for got, want in zip(jax.tree.leaves(grads), jax.tree.leaves(expected_grads), strict=True):
+        np.testing.assert_allclose(got, want, atol=1e-6 + 1e-4 * float(jnp.abs(want).max()))
+    assert all(not np.any(g) for g in jax.tree.leaves(target_grads))
+
+
+def test_micro_batches_add_up_to_their_union():
+    """The denominator is the number of rows of the optimizer step."""
+    config, draft_params, target_params, loss, batch = setup("eagle", None, num_steps=2, chunk_rows=3)
+    halves = [batch.replace(mask=MASK & (jnp.arange(2)[:, None] == i)) for i in range(2)]
+    stacked = jnp.stack([half.mask for half in halves])
+    counts = count_rows(stacked, jnp.stack([SEGMENTS, SEGMENTS]), loss.num_steps)
+    assert counts.tolist() == [10, 7]
+    args = (draft_params, target_params, config, loss)
+    (whole, _), (grads, _) = loss_and_grads(*args, batch, counts)
+    parts = [loss_and_grads(*args, half, counts) for half in halves]
+    np.testing.assert_allclose(whole, sum(value for (value, _), _ in parts), rtol=1e-6)
+    summed = jax.tree.map(jnp.add, *(g for _, (g, _) in parts))
+    for got, want in zip(jax.tree.leaves(summed), jax.tree.leaves(grads), strict=True):
+        np.testing.assert_allclose(got, want, atol=1e-6)
+
+
+def test_a_batch_without_supervised_rows_has_no_loss_and_no_gradient():
+    config, draft_params, target_params, loss, batch = setup("eagle", None, num_steps=2, chunk_rows=3)
+    batch = batch.replace(mask=jnp.zeros_like(MASK))
+    (value, sums), (grads, _) = loss_and_grads(draft_params, target_params, config, loss, batch, jnp.zeros(2))
+    assert float(value) == 0.0 and float(sums["rows"].sum()) == 0.0
+    assert all(not np.any(g) for g in jax.tree.leaves(grads))
+
+
+def test_recipes():
+    assert loss_preset("eagle") == LossConfig()
+    assert loss_preset("hass", temperature=0.9) == LossConfig(num_steps=3, temperature=0.9)
+    with pytest.raises(ValueError, match="eagle, hass"):
+        loss_preset("medusa")
+    with pytest.raises(ValueError, match="soft_ce, tv"):
+        LossConfig(logit_loss="kl")
+    config, draft_params, target_params = make("eagle3")
+    batch = make_batch(config)
+    with pytest.raises(ValueError, match="feature_weight 1.0"):
+        draft_loss(draft_params, target_params, config, LossConfig(), batch, jnp.ones(1))
