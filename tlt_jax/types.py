@@ -115,3 +115,45 @@ class Completion:
     def accept_len(self) -> float:
         """Tokens committed per target forward, bonus token included."""
         return len(self.token_ids) / max(self.rounds, 1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class FeatureTrace:
+    """Target features of a response's committed tokens, on the host: what a drafter is trained on.
+
+    Feature t is the target's state after reading token t; the last token of a response was never read and has none.
+    `features` are the last hidden states after the final norm, or the concatenated outputs of the drafter's feature
+    layers; in the second case `hidden` holds the former as well.
+    """
+
+    request_id: int
+    token_ids: np.ndarray  # i32[n] prompt, then response
+    prompt_len: int
+    features: np.ndarray  # bf16[m,feature_size] of positions start ... start+m-1
+    start: int = 0
+    hidden: np.ndarray | None = None  # bf16[m,D]
+    step: int = 0  # RL step of the rollout
+    policy_version: int = 0  # of the weights that made the features
+
+    def __post_init__(self):
+        last = self.start + len(self.features)
+        if not 0 <= self.start <= last <= len(self.token_ids) or not 0 < self.prompt_len <= len(self.token_ids):
+            raise ValueError(
+                f"feature trace: got features of positions {self.start} to {last - 1} and a prompt of "
+                f"{self.prompt_len} for {len(self.token_ids)} tokens, expected both inside the sequence"
+            )
+        if self.hidden is not None and len(self.hidden) != len(self.features):
+            raise ValueError(
+                f"feature trace: got {len(self.hidden)} hidden states and {len(self.features)} features, expected "
+                "as many of both"
+            )
+
+    @property
+    def response_len(self) -> int:
+        """Tokens after the prompt."""
+        return len(self.token_ids) - self.prompt_len
+
+    @property
+    def num_bytes(self) -> int:
+        """Host memory of the arrays."""
+        return sum(x.nbytes for x in (self.token_ids, self.features, self.hidden) if x is not None)

@@ -7,7 +7,8 @@ import pytest
 
 from tests.drafter.shapes import make, random_inputs
 from tlt_jax.drafter import laws, model
-from tlt_jax.drafter.loss import DraftBatch, LossConfig, count_rows, draft_loss, loss_preset
+from tlt_jax.drafter.config import LossConfig, loss_preset
+from tlt_jax.drafter.loss import DraftBatch, count_rows, draft_loss
 from tlt_jax.drafter.unroll import unroll, valid_rows
 
 SEGMENTS = jnp.array([[1] * 7 + [2] * 3, [1] * 8 + [0] * 2])
@@ -123,5 +124,5 @@ def test_recipes():
         LossConfig(logit_loss="kl")
     config, draft_params, target_params = make("eagle3")
     batch = make_batch(config)
-    with pytest.raises(ValueError, match="feature_weight 1.0"):
+    with pytest.raises(ValueError, match=r"feature_weight 1\.0"):
         draft_loss(draft_params, target_params, config, LossConfig(), batch, jnp.ones(1))

@@ -1,9 +1,11 @@
-"""What a drafter looks like: its form, the target it belongs to, and the shape of its one decoder layer."""
+"""What a drafter looks like (its form, its target, the shape of its one decoder layer), and what it is trained for."""
 
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
+from tlt_jax.drafter.laws import LOSSES
 from tlt_jax.models.config import ModelConfig
 
 FORMS = ("eagle", "eagle3")
@@ -85,3 +87,58 @@ def _layer_like(target: ModelConfig, form: str) -> ModelConfig:
         attention_bias=target.attention_bias and is_eagle,
         output_bias=target.output_bias and is_eagle,
     )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LossConfig:
+    """What the drafter is trained for.
+
+    Attributes:
+      num_steps: unroll steps; 1 is plain EAGLE, more is training-time test.
+      step_decay: weight of step s is `step_decay ** s`.
+      feature_weight: of SmoothL1 on features; 0 for the eagle3 form, which has no feature to match.
+      logit_loss: one of `laws.LOSSES`.
+      logit_weight: of the logit loss.
+      temperature: of both laws; that of the rollouts whose drafts are to be accepted.
+      full_target: normalise the target over its whole vocabulary where the draft vocabulary is smaller. Costs the
+        target's whole head; without it the target's law is that of the ids the drafter can propose.
+      chunk_rows: rows whose logits exist at a time.
+    """
+
+    num_steps: int = 1
+    step_decay: float = 0.8
+    feature_weight: float = 1.0
+    logit_loss: str = "soft_ce"
+    logit_weight: float = 0.1
+    temperature: float = 1.0
+    full_target: bool = False
+    chunk_rows: int = 256
+
+    def __post_init__(self):
+        checks = (
+            ("num_steps", self.num_steps >= 1, ">= 1"),
+            ("step_decay", 0.0 < self.step_decay <= 1.0, "in (0, 1]"),
+            ("feature_weight", self.feature_weight >= 0.0, ">= 0"),
+            ("logit_loss", self.logit_loss in LOSSES, f"one of {', '.join(LOSSES)}"),
+            ("logit_weight", self.logit_weight >= 0.0, ">= 0"),
+            ("temperature", self.temperature > 0.0, "> 0: the drafts of a greedy rollout are trained at 1.0 as well"),
+            ("chunk_rows", self.chunk_rows >= 1, ">= 1"),
+        )
+        for name, ok, expected in checks:
+            if not ok:
+                raise ValueError(f"drafter.loss.{name}: got {getattr(self, name)!r}, expected {expected}")
+
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "eagle": {},
+    "hass": {"num_steps": 3},
+    "eagle3": {"num_steps": 7, "feature_weight": 0.0, "logit_weight": 1.0},
+    "coupling": {"num_steps": 3, "logit_loss": "coupling", "logit_weight": 1.0},
+}
+
+
+def loss_preset(name: str, **overrides: Any) -> LossConfig:
+    """A named recipe: `eagle`, `hass`, `eagle3`, or `coupling` (for drafter-invariant sampling)."""
+    if name not in PRESETS:
+        raise ValueError(f"drafter.loss: got preset {name!r}, expected one of {', '.join(PRESETS)}")
+    return LossConfig(**(PRESETS[name] | overrides))
