@@ -76,6 +76,7 @@ def make_loop(run: RunConfig, inputs, task, rewards, store: CheckpointStore, wor
         _check_restored(restored, int(state.step))
         logging.info("%s", restored.describe())
         first_step = restored.step + 1
+    kept = first_step if restored is not None else 0  # a fresh run may evaluate before its first step, as step 0
     workers = setup.make_workers(run, inputs)
     num_responses = run.loop.prompts_per_step * run.loop.group_size
     return TrainLoop(
@@ -94,9 +95,9 @@ def make_loop(run: RunConfig, inputs, task, rewards, store: CheckpointStore, wor
         decode_text=inputs.decode_text,
         store=store,
         checkpoint_every=run.checkpoint.every_steps,
-        metrics=MetricsWriter(workdir, first_step=first_step),
-        rollouts=RolloutWriter(workdir, first_step=first_step),
-        timeline=TimelineWriter(workdir, first_step=first_step),
+        metrics=MetricsWriter(workdir, first_step=kept),
+        rollouts=RolloutWriter(workdir, first_step=kept),
+        timeline=TimelineWriter(workdir, first_step=kept),
         reporter=TerminalReporter(first_step, run.loop.num_steps, num_responses, _PROGRESS.value),
         first_step=first_step,
     )
