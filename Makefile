@@ -66,8 +66,10 @@ format: .venv/.stamp  ## rewrite the sources in the project's format
 	.venv/bin/ruff check --fix-only .
 	.venv/bin/ruff format .
 
+BENCHMARKS := rollout train
 bench: .venv/.stamp  ## the CPU benchmarks, results in benchmarks/results/
-	$(PY) -m launch.bench all --json=benchmarks/results/bench.json
+	mkdir -p benchmarks/results
+	for name in $(BENCHMARKS); do $(PY) -m launch.bench $$name --json=benchmarks/results/$$name.json; done
 
 parity: .venv-parity/.stamp  ## compare with transformers + torch, in an environment of its own
 	.venv-parity/bin/python -m benchmarks.parity
