@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging as std_logging
 import pathlib
 import sys
 from collections.abc import Callable, Iterator
@@ -42,6 +43,7 @@ def run(main: Callable[[], dict[str, Any] | None]) -> None:
     rest = parse_flags(sys.argv)
     logging.use_absl_handler()
     logging.set_verbosity(logging.INFO)
+    logging.get_absl_handler().addFilter(is_for_the_user)
     try:
         if len(rest) > 1:
             raise ConfigError(f"command line: got stray arguments {rest[1:]}, expected flags as --name=value")
@@ -49,6 +51,11 @@ def run(main: Callable[[], dict[str, Any] | None]) -> None:
     except ConfigError as error:
         exit_with(error, EXIT_BAD_INPUT)
     write_result(result, _JSON.value)
+
+
+def is_for_the_user(record: std_logging.LogRecord) -> bool:
+    """False for what Orbax notes about its own work, some forty lines a checkpoint; its warnings stay."""
+    return record.levelno > std_logging.INFO or "/orbax/checkpoint/" not in pathlib.Path(record.pathname).as_posix()
 
 
 def write_result(result: dict[str, Any] | None, path: str) -> None:

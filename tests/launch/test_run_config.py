@@ -1,4 +1,5 @@
 import json
+import logging
 import pathlib
 import subprocess
 import sys
@@ -86,6 +87,16 @@ def test_a_result_is_the_last_line_of_stdout_and_a_file(tmp_path, capsys):
     cli.write_result({"seconds": 1.5}, str(tmp_path / "r.json"))
     assert json.loads(capsys.readouterr().out.splitlines()[-1]) == {"seconds": 1.5}
     assert json.loads((tmp_path / "r.json").read_text()) == {"seconds": 1.5}
+
+
+def test_notes_of_the_checkpoint_library_are_left_out_of_the_log_and_its_warnings_are_not():
+    def record(level, path):
+        return logging.LogRecord("absl", level, path, 1, "text", None, None)
+
+    library = "/x/site-packages/orbax/checkpoint/_src/path/atomicity.py"
+    assert cli.is_for_the_user(record(logging.INFO, library)) is False
+    assert cli.is_for_the_user(record(logging.WARNING, library)) is True
+    assert cli.is_for_the_user(record(logging.INFO, "/x/tlt_jax/checkpoint.py")) is True
 
 
 def test_no_two_dataclasses_of_a_section_share_a_field():
