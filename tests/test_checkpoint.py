@@ -69,6 +69,25 @@ def test_items_come_back_by_name_and_optional_ones_may_be_missing(tmp_path):
     store.close()
 
 
+def test_part_of_an_item_is_read_alone(tmp_path):
+    """The policy of a training state, without its optimizer; what was not saved is named."""
+    _save_all(tmp_path, [3])
+    store = checkpoint.CheckpointStore(tmp_path, CONFIG)
+    store.save(4, {"state": {"params": _tree(2.0), "opt": (_tree(3.0), jnp.int32(9))}})
+    store.close()
+    store = checkpoint.CheckpointStore(tmp_path, CONFIG, read_only=True)
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[1])
+    target = {"params": jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), _tree(0))}
+    part = store.restore_part("state", target, step=4)
+    assert part.keys() == {"params"} and part["params"]["w"].sharding == sharding
+    np.testing.assert_array_equal(part["params"]["b"], np.full(3, -2.0))
+    with pytest.raises(ValueError, match=r"step 3 .* has no arrays under the name 'state'"):
+        store.restore_part("state", target, step=3)
+    target["params"]["c"] = target["params"]["w"]
+    with pytest.raises(ValueError, match=r"saved and wanted: {'params/c': \(None, \[4, 3\]\)}"):
+        store.restore_part("state", target, step=4)
+
+
 def test_a_new_directory_has_nothing_to_restore(tmp_path):
     store = checkpoint.CheckpointStore(tmp_path / "new", CONFIG)
     assert (store.steps(), store.latest_step(), store.best_step()) == ([], None, None)

@@ -202,9 +202,7 @@ class CheckpointStore:
             step = self.latest_step()
             if step is None:
                 return None
-        if step not in self._manifests:
-            raise ValueError(f"checkpoint: got step {step}, expected one of {self.steps()} in {self._dir}")
-        manifest = self._manifests[step]
+        manifest = self._manifest_of(step)
         saved = manifest["items"]
         missing = [name for name in targets if name not in saved and name not in optional]
         if missing:
@@ -213,6 +211,35 @@ class CheckpointStore:
         args = {name: _restore_args(f"{name} of step {step}", target, saved[name]) for name, target in wanted.items()}
         read = self._checkpointer.restore(self._dir / _step_name(step), args=ocp.args.Composite(**args)) if args else {}
         return Restored(step=step, items={name: read[name] for name in wanted}, manifest=manifest)
+
+    def restore_part(self, name: str, target: Any, *, step: int) -> Any:
+        """Reads some arrays of a pytree item, those that `target` has, and nothing else of it from disk.
+
+        Args:
+          name: the item.
+          target: nested dicts of `jax.ShapeDtypeStruct`s with a sharding, keyed as the saved item's containers.
+          step: which checkpoint.
+
+        Raises:
+          ValueError: no such step or item; a name of `target` that was not saved, or with another shape.
+        """
+        saved, wanted = self._manifest_of(step)["items"].get(name), _array_shapes(target)
+        if saved is None:
+            raise ValueError(f"checkpoint: step {step} in {self._dir} has no arrays under the name {name!r}")
+        wrong = {key: (saved.get(key), shape) for key, shape in wanted.items() if saved.get(key) != shape}
+        if wrong:
+            raise ValueError(f"checkpoint: {name} of step {step} differs from the target; saved and wanted: {wrong}")
+        args = ocp.args.PyTreeRestore(
+            item=target,
+            restore_args=ocp.checkpoint_utils.construct_restore_args(jax.tree.map(_abstract, target)),
+            partial_restore=True,
+        )
+        return self._checkpointer.restore(self._dir / _step_name(step), args=ocp.args.Composite(**{name: args}))[name]
+
+    def _manifest_of(self, step: int) -> dict[str, Any]:
+        if step not in self._manifests:
+            raise ValueError(f"checkpoint: got step {step}, expected one of {self.steps()} in {self._dir}")
+        return self._manifests[step]
 
     def delete_after(self, step: int) -> None:
         """Removes every checkpoint later than `step`, to go on from there."""
