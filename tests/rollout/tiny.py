@@ -13,7 +13,7 @@ from tlt_jax.rollout.config import RolloutConfig
 from tlt_jax.rollout.engine import RolloutEngine
 from tlt_jax.rollout.executables import ExecutablePool
 from tlt_jax.rollout.noise import gumbel, request_key
-from tlt_jax.sharding import param_shardings, publish
+from tlt_jax.sharding import param_shardings, publish, worker_meshes
 from tlt_jax.types import Completion, Params, Request, SamplingParams
 
 SEED = 11
@@ -53,17 +53,19 @@ def tiny_params(model: ModelConfig = MODEL) -> Params:
 
 
 @functools.cache
-def shared_pool(*_key) -> ExecutablePool:
-    """One pool for engines of the same model, mesh and rounds per dispatch: what a program's key leaves out."""
+def shared_pool(_devices) -> ExecutablePool:
+    """One pool for all engines on the same devices."""
     return ExecutablePool()
 
 
 def make_engine(mesh=None, seed=SEED, version=1, decode_text=None, fresh_pool=False, worker=0, **config):
     fields = {"max_live": 4, "max_len": 96, "min_kv": 64, "prefill_rows": 2, "prefill_chunk": 16}
     fields |= {"rounds_per_dispatch": 4} | config
-    engine = RolloutEngine(MODEL, RolloutConfig(**fields), seed=seed, mesh=mesh, decode_text=decode_text, worker=worker)
-    if not fresh_pool:
-        engine.pool = shared_pool(tuple(engine.mesh.devices.flat), fields["rounds_per_dispatch"])
+    mesh = mesh or worker_meshes(jax.devices()[:1], 1)[0]
+    pool = None if fresh_pool else shared_pool(tuple(mesh.devices.flat))
+    engine = RolloutEngine(
+        MODEL, RolloutConfig(**fields), seed=seed, mesh=mesh, decode_text=decode_text, worker=worker, pool=pool
+    )
     shardings = param_shardings(tiny_params(), engine.mesh, heads=MODEL.num_kv_heads)
     engine.load(publish(tiny_params(), shardings, version))
     return engine

@@ -73,18 +73,9 @@ def resize(cache: Cache, rows: jax.Array, capacity: int) -> Cache:
     return tuple(LayerCache(k=fit(c.k, 3), v=fit(c.v, 2)) for c in cache)
 
 
-def copy_rows(cache: Cache, source: Cache, from_rows: jax.Array, to_rows: jax.Array, count: jax.Array) -> Cache:
-    """Copies row `from_rows[i]` of `source` over the head of row `to_rows[i]` of `cache`, for i < count.
+def put_row(cache: Cache, source: Cache, row: jax.Array) -> Cache:
+    """Copies the one row of `source` over the head of row `row` of `cache`.
 
-    `source` may have fewer slots than `cache`, never more. A loop over rows, so that a donated `cache` is
-    updated in place and one program serves any number of rows.
+    `source` may have fewer slots than `cache`, never more.
     """
-
-    def body(i: jax.Array, cache: Cache) -> Cache:
-        def put(x: jax.Array, y: jax.Array) -> jax.Array:
-            row = jax.lax.dynamic_slice_in_dim(y, from_rows[i], 1, axis=0)
-            return jax.lax.dynamic_update_slice(x, row, (to_rows[i], 0, 0, 0))
-
-        return jax.tree.map(put, cache, source)
-
-    return jax.lax.fori_loop(0, count, body, cache)
+    return jax.tree.map(lambda x, y: jax.lax.dynamic_update_slice(x, y, (row, 0, 0, 0)), cache, source)

@@ -15,7 +15,6 @@ Invariants:
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -23,32 +22,19 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from jax.sharding import Mesh
 
-from tlt_jax.models.cache import Cache, copy_rows, init_cache, resize
 from tlt_jax.models.config import ModelConfig
 from tlt_jax.rollout import steps
 from tlt_jax.rollout.config import RolloutConfig
+from tlt_jax.rollout.device_rows import DeviceRows, EngineStats
 from tlt_jax.rollout.executables import ExecutablePool
 from tlt_jax.rollout.noise import request_key
-from tlt_jax.rollout.prefix import PrefillGroup, Prefix, group_prompts
 from tlt_jax.rollout.sampling import SamplingArrays
 from tlt_jax.rollout.scheduler import Active, Scheduler
 from tlt_jax.rollout.stop_strings import find_stop
-from tlt_jax.sharding import MeshConfig, Versioned, make_mesh, replicated
+from tlt_jax.sharding import MeshConfig, Versioned, make_mesh
 from tlt_jax.types import FINISH_LENGTH, Completion, Request
-
-
-@dataclasses.dataclass
-class EngineStats:
-    """Counts since the engine was made."""
-
-    dispatches: int = 0
-    rounds: int = 0
-    row_rounds: int = 0  # rounds times rows of the batch, idle rows included
-    tokens: int = 0
-    prefill_tokens: int = 0
-    resizes: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,6 +59,7 @@ class RolloutEngine:
         mesh: Mesh | None = None,
         worker: int = 0,
         decode_text: Callable[[Sequence[int]], str] | None = None,
+        pool: ExecutablePool | None = None,
     ):
         """Makes an engine; compiles nothing yet.
 
@@ -83,21 +70,16 @@ class RolloutEngine:
           mesh: the worker's devices; default: the first device.
           worker: number that completions carry.
           decode_text: token ids to text, needed for stop strings only.
+          pool: programs to share with engines of the same model, cache dtype and mesh; default: one of its own.
         """
         request_key(seed, 0)  # refuses a bad seed before any work
         self.model, self.config, self.seed, self.worker = model, config, seed, worker
         self.mesh = mesh or make_mesh(MeshConfig(fsdp=1), jax.devices()[:1])
-        self.pool = ExecutablePool(config.max_programs)
+        self.pool = ExecutablePool(config.max_programs) if pool is None else pool
         self.stats = EngineStats()
         self._decode_text = decode_text
         self._scheduler = Scheduler(config.batch_buckets, config.kv_buckets)
-        self._cache_dtype = config.cache_dtype or model.dtype
-        tensor = self.mesh.shape["tensor"]
-        self._cache_sharding = NamedSharding(self.mesh, P() if model.num_kv_heads % tensor else P(None, "tensor"))
-        self._replicated = replicated(self.mesh)
-        self._cache: Cache | None = None
-        self._cache_shape = (0, 0)
-        self._prefixes: dict[tuple[int, ...], Prefix] = {}
+        self._device = DeviceRows(model, config, self.mesh, self.pool, self.stats)
         self._in_flight: steps.DecodeOut | None = None
         self._weights: Versioned | None = None
         self._start_s = time.perf_counter()
@@ -131,7 +113,7 @@ class RolloutEngine:
         if self.has_work:
             raise ValueError("engine.load: got new weights with requests in progress, expected an idle engine")
         self._weights = weights
-        self._prefixes.clear()
+        self._device.release()
 
     def submit(self, requests: Iterable[Request]) -> None:
         """Queues requests, first come first served.
@@ -156,9 +138,8 @@ class RolloutEngine:
     def abort(self) -> None:
         """Drops every request in progress and the cache; the engine is idle afterwards, with weights and programs."""
         self._scheduler = Scheduler(self.config.batch_buckets, self.config.kv_buckets)
-        self._in_flight = self._cache = None
-        self._cache_shape = (0, 0)
-        self._prefixes.clear()
+        self._in_flight = None
+        self._device.release()
         self._ids.clear()
 
     def generate(
@@ -185,6 +166,23 @@ class RolloutEngine:
             raise
         return [by_id[r.request_id] for r in requests]
 
+    def warm_up(self, truncate: bool = False) -> int:
+        """Compiles every program that a rollout may need; returns how many the pool holds.
+
+        Without it programs are compiled when first needed, and a rollout of unusual lengths may meet a new one.
+
+        Args:
+          truncate: also the programs for top-k, top-p and min-p.
+
+        Raises:
+          ValueError: without weights, or while requests are in progress.
+        """
+        if self.has_work:
+            raise ValueError("engine.warm_up: got requests in progress, expected an idle engine")
+        variants = (False, True) if truncate else (False,)
+        self._device.warm_up(lambda num_rows: self._host_rows([None] * num_rows), variants, self._loaded().params)
+        return len(self.pool)
+
     def progress(self) -> Progress:
         s = self._scheduler
         num_tokens = self.stats.tokens - self._num_tokens_before
@@ -197,7 +195,7 @@ class RolloutEngine:
             self._schedule()
             self._dispatch()
         else:
-            self._cache, self._cache_shape = None, (0, 0)  # an idle worker leaves its memory to the learner
+            self._device.release()  # an idle worker leaves its memory to the learner
         return [self._complete(a) for a in finished]
 
     def _loaded(self) -> Versioned:
@@ -291,8 +289,11 @@ class RolloutEngine:
         admitted = self._assign_rows()
         capacity = s.wanted_capacity(self.config.rounds_per_dispatch)
         had_live = len(s.live) > len(admitted)
-        self._fit_cache(num_rows, capacity, source if had_live else None)
-        self._fill_rows(admitted)
+        self._device.fit(num_rows, capacity, source if had_live else None)
+        prompts = {row: a.request.prompt_ids for row in admitted if (a := s.rows[row]) is not None}
+        self._device.fill(prompts, self._loaded().params)
+        # Kept for requests that are next in line: siblings wait side by side, and memory stays bounded if they do not.
+        self._device.keep(r.prompt_ids for r in itertools.islice(s.waiting, self.config.batch_buckets[-1]))
 
     def _assign_rows(self) -> list[int]:
         """Puts waiting requests into free rows; returns those rows."""
@@ -308,76 +309,12 @@ class RolloutEngine:
             taken.append(row)
         return taken
 
-    def _fit_cache(self, num_rows: int, capacity: int, source: list[int] | None) -> None:
-        """Gives the cache its buckets; `source` maps new rows to old ones, None when nothing alive is in it."""
-        shape = (num_rows, capacity)
-        unmoved = source is None or source == list(range(num_rows))
-        if self._cache is not None and shape == self._cache_shape and unmoved:
-            return
-        if source is None or self._cache is None:
-            self._cache = None  # free the old one first
-            self._cache = self._alloc(num_rows, capacity)
-        else:
-            key = ("resize", self._cache_shape, shape)
-            fn = functools.partial(_resize, capacity)
-            rows = np.asarray(source, np.int32)
-            self._cache = self._call(key, fn, (self._cache, rows))
-            self.stats.resizes += 1
-        self._cache_shape = shape
-
-    def _alloc(self, num_rows: int, capacity: int) -> Cache:
-        def fn() -> Cache:
-            cache = init_cache(self.model, num_rows, capacity, self._cache_dtype)
-            return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, self._cache_sharding), cache)
-
-        return self._call(("alloc", num_rows, capacity), fn, ())
-
-    def _fill_rows(self, admitted: list[int]) -> None:
-        s = self._scheduler
-        prompts = {row: a.request.prompt_ids for row in admitted if (a := s.rows[row]) is not None}
-        missing = [p for p in prompts.values() if p not in self._prefixes]
-        for group in group_prompts(missing, self.config.kv_buckets, self.config.prefill_buckets):
-            self._prefill(group)
-        by_cache: dict[int, list[tuple[int, Prefix]]] = {}
-        for row, prompt in prompts.items():
-            if len(prompt) > 1:
-                prefix = self._prefixes[prompt]
-                by_cache.setdefault(id(prefix.cache), []).append((row, prefix))
-        for copies in by_cache.values():
-            self._copy(copies)
-        # Kept for requests that are next in line: siblings wait side by side, and memory stays bounded if they do not.
-        needed = {r.prompt_ids for r in itertools.islice(s.waiting, self.config.batch_buckets[-1])}
-        self._prefixes = {p: prefix for p, prefix in self._prefixes.items() if p in needed}
-
-    def _prefill(self, group: PrefillGroup) -> None:
-        params = self._loaded().params
-        cache = self._alloc(group.num_rows, group.capacity)
-        for tokens, start in group.chunks(self.config.prefill_chunk):
-            key = ("prefill", tokens.shape, group.capacity)
-            fn = functools.partial(_prefill, self.model)
-            cache = self._call(key, fn, (params, tokens, start, cache), donate=(3,))
-        self.stats.prefill_tokens += sum(len(p) - 1 for p in group.prompts)
-        for i, prompt in enumerate(group.prompts):
-            self._prefixes[prompt] = Prefix(cache=cache, row=i, capacity=group.capacity)
-
-    def _copy(self, copies: list[tuple[int, Prefix]]) -> None:
-        num_rows = self._cache_shape[0]
-        from_rows, to_rows = np.zeros(num_rows, np.int32), np.zeros(num_rows, np.int32)
-        for i, (row, prefix) in enumerate(copies):
-            from_rows[i], to_rows[i] = prefix.row, row
-        source = copies[0][1].cache
-        key = ("copy", self._cache_shape, source[0].k.shape)
-        self._cache = self._call(key, copy_rows, (self._cache, source, from_rows, to_rows, np.int32(len(copies))), (0,))
-
     # 3. dispatch
 
     def _dispatch(self) -> None:
-        s, R = self._scheduler, self.config.rounds_per_dispatch
+        s, params = self._scheduler, self._loaded().params
         truncate = any(a.request.sampling.truncates for a in s.live)
-        key = ("decode", *self._cache_shape, truncate)
-        fn = functools.partial(_decode, self.model, R, truncate)
-        args = (self._loaded().params, self._cache, self._host_rows(), np.int32(R), np.int32(self._exit_live()))
-        self._cache, self._in_flight = self._call(key, fn, args, donate=(1,))
+        self._in_flight = self._device.decode(self._host_rows(s.rows), truncate, self._exit_live(), params)
         self.stats.dispatches += 1
 
     def _exit_live(self) -> int:
@@ -389,9 +326,7 @@ class RolloutEngine:
         smaller = [b for b in s.batch_buckets if b < num_live]
         return smaller[-1] if smaller else 0
 
-    def _host_rows(self) -> steps.Rows:
-        active = self._scheduler.rows
-
+    def _host_rows(self, active: Sequence[Active | None]) -> steps.Rows:
         def column(get: Callable[[Active], Any], empty: Any, dtype: Any) -> Any:
             return np.asarray([empty if a is None else get(a) for a in active], dtype)
 
@@ -414,31 +349,3 @@ class RolloutEngine:
             stop_ids=stop_ids,
             sampling=sampling,
         )
-
-    def _call(self, key: tuple, fn: Callable[..., Any], args: tuple, donate: tuple[int, ...] = ()) -> Any:
-        """Runs the pool's program for `key`; host arrays are replicated over the worker's devices."""
-        if key not in self.pool:
-
-            def shape(x: Any) -> jax.ShapeDtypeStruct:
-                sharding = x.sharding if isinstance(x, jax.Array) else self._replicated
-                return jax.ShapeDtypeStruct(np.shape(x), x.dtype, sharding=sharding)
-
-            program = self.pool.get(key, fn, jax.tree.map(shape, args), donate)
-        else:
-            program = self.pool.get(key, fn, ())
-        return program(*args)
-
-
-# Module-level, with static arguments first, so that a program's trace depends on nothing but its key.
-
-
-def _decode(model, num_rounds, truncate, params, cache, rows, max_rounds, exit_live):
-    return steps.decode(params, model, num_rounds, truncate, cache, rows, max_rounds, exit_live)
-
-
-def _prefill(model, params, tokens_BT, start_B, cache):
-    return steps.prefill(params, model, tokens_BT, start_B, cache)
-
-
-def _resize(capacity, cache, rows):
-    return resize(cache, rows, capacity)

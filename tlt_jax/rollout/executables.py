@@ -2,13 +2,14 @@
 
 The counterpart of a CUDA-graph pool: every program that the engine runs is compiled here, once per key, on
 first use or by a warm-up, and nothing else compiles during a rollout. The least recently used program is dropped
-when the pool is full.
+when the pool is full. Engines of one model, cache dtype and mesh may share a pool across threads.
 """
 
 from __future__ import annotations
 
 import collections
 import dataclasses
+import threading
 import time
 from collections.abc import Callable, Hashable
 from typing import Any
@@ -31,6 +32,7 @@ class ExecutablePool:
             raise ValueError(f"executables.max_programs: got {max_programs}, expected at least 1")
         self._max_programs = max_programs
         self._programs: collections.OrderedDict[Hashable, jax.stages.Compiled] = collections.OrderedDict()
+        self._lock = threading.Lock()
         self.stats = PoolStats()
 
     def __len__(self) -> int:
@@ -39,27 +41,37 @@ class ExecutablePool:
     def __contains__(self, key: Hashable) -> bool:
         return key in self._programs
 
-    def get(self, key: Hashable, fn: Callable[..., Any], shapes: tuple, donate: tuple[int, ...] = ()):
+    def get(
+        self,
+        key: Hashable,
+        fn: Callable[..., Any],
+        shapes: Callable[[], tuple],
+        donate: tuple[int, ...] = (),
+        out_shardings: Any = None,
+    ) -> jax.stages.Compiled:
         """The program for `key`.
 
         Args:
-          key: names `fn` and all static choices and shapes.
+          key: names `fn` and all static choices, shapes and shardings.
           fn: a pure function of arrays.
-          shapes: its arguments as `jax.ShapeDtypeStruct` trees, with shardings where they matter.
+          shapes: gives its arguments as `jax.ShapeDtypeStruct` trees, with shardings where they matter.
           donate: positions of the arguments whose buffers the program may reuse.
+          out_shardings: of its results, a tree prefix.
         """
-        if key in self._programs:
-            self._programs.move_to_end(key)
-            return self._programs[key]
-        start = time.perf_counter()
-        program = jax.jit(fn, donate_argnums=donate).lower(*shapes).compile()
-        self.stats.num_compiled += 1
-        self.stats.compile_s += time.perf_counter() - start
-        self._programs[key] = program
-        if len(self._programs) > self._max_programs:
-            self._programs.popitem(last=False)
-            self.stats.evicted += 1
-        return program
+        with self._lock:
+            if key in self._programs:
+                self._programs.move_to_end(key)
+                return self._programs[key]
+            start_s = time.perf_counter()
+            jitted = jax.jit(fn, donate_argnums=donate, out_shardings=out_shardings)
+            program = jitted.lower(*shapes()).compile()
+            self.stats.num_compiled += 1
+            self.stats.compile_s += time.perf_counter() - start_s
+            self._programs[key] = program
+            if len(self._programs) > self._max_programs:
+                self._programs.popitem(last=False)
+                self.stats.evicted += 1
+            return program
 
     def num_bytes(self) -> int:
         """Bytes of generated code and temporary buffers of the programs in the pool, as XLA states them."""

@@ -1,7 +1,7 @@
-"""Prompt prefixes: prefilled once per distinct prompt, shared by its requests.
+"""Which prompts are prefilled together, and in which chunks. Host only.
 
-Prompts are prefilled in groups of one length bucket, in chunks, into a small cache of their own; rows of the
-decode cache are then filled by copying. A prefilled group is kept while requests that wait still need it.
+A prompt is prefilled once for all its requests, all its tokens but the last: in groups of one length bucket, into a
+small cache of their own, from which rows of the decode cache are then filled by copying.
 """
 
 from __future__ import annotations
@@ -11,19 +11,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tlt_jax.models.cache import Cache
 from tlt_jax.rollout.scheduler import bucket
 
 Prompt = tuple[int, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class Prefix:
-    """Row `row` of a group's cache holds all tokens of the prompt but the last."""
-
-    cache: Cache
-    row: int
-    capacity: int
 
 
 @dataclasses.dataclass(frozen=True)

@@ -68,6 +68,23 @@ def bucket(buckets: Sequence[int], need: int) -> int:
     return buckets[min(bisect.bisect_left(buckets, need), len(buckets) - 1)]
 
 
+def bucket_path(
+    old: tuple[int, int], new: tuple[int, int], row_buckets: Sequence[int], kv_buckets: Sequence[int]
+) -> list[tuple[int, int]]:
+    """(rows, slots) from `old` (not in it) to `new`, one bucket at a time, rows first.
+
+    Moves between neighbours alone keep the number of distinct moves linear in the number of buckets.
+    """
+
+    def walk(buckets: Sequence[int], start: int, end: int) -> list[int]:
+        i, j = buckets.index(start), buckets.index(end)
+        return list(buckets[i + 1 : j + 1] if j > i else buckets[j:i][::-1])
+
+    path = [(rows, old[1]) for rows in walk(row_buckets, old[0], new[0])]
+    path += [(new[0], slots) for slots in walk(kv_buckets, old[1], new[1])]
+    return path or [new]
+
+
 class Scheduler:
     """A queue of waiting requests, and rows."""
 
