@@ -12,8 +12,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from tunix.models import safetensors_loader
-from tunix.models.qwen2 import model as qwen2
-from tunix.models.qwen2 import params as qwen2_params
+from tunix.models.qwen2 import model as qwen2, params as qwen2_params
 
 from benchmarks.peers.job import JobError
 
