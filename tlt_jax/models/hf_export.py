@@ -44,7 +44,8 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "chat_template.json",
 )
-_TYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+# Drafters also carry a vocabulary map, of whole numbers.
+_TYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()} | {"int64": "I64", "bool": "BOOL"}
 
 
 @dataclasses.dataclass(frozen=True)
