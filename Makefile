@@ -60,6 +60,7 @@ test-compat: .venv-312/.stamp  ## the fast tests under Python 3.12 and the newes
 
 lint: .venv/.stamp  ## ruff and pyright
 	.venv/bin/ruff check .
+	.venv/bin/ruff format --check --quiet .
 	.venv/bin/pyright
 
 format: .venv/.stamp  ## rewrite the sources in the project's format

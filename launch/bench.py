@@ -18,14 +18,14 @@ from launch.cli import EXIT_BAD_INPUT, write_result
 def _rollout(args: argparse.Namespace) -> dict[str, Any]:
     from benchmarks import throughput
 
-    peers = args.peers.split(",") if args.peers else list(throughput.ROLLOUT_PEERS)
+    peers: list[str] = args.peers.split(",") if args.peers else list(throughput.ROLLOUT_PEERS)
     return throughput.rollout(args.scenario, args.model, peers, args.repeats, args.threads)
 
 
 def _train(args: argparse.Namespace) -> dict[str, Any]:
     from benchmarks import throughput
 
-    peers = args.peers.split(",") if args.peers else list(throughput.TRAIN_PEERS)
+    peers: list[str] = args.peers.split(",") if args.peers else list(throughput.TRAIN_PEERS)
     return throughput.train(args.model, peers, args.repeats, args.threads, args.rows, args.length)
 
 
