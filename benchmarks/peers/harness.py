@@ -129,6 +129,7 @@ def measure_train(
 
     At least two warm-up steps: the second is where an optimizer state's changed layout or type compiles again.
     """
+
     def step() -> tuple[dict[str, float], Timing, Timing]:
         logprob = timed(logprob_pass)[1]
         metrics, update_timing = timed(update)

@@ -29,8 +29,12 @@ def _require(ok: bool, name: str, got: object, expected: str) -> None:
 
 
 def _require_token_rows(name: str, rows: Any) -> None:
-    ok = isinstance(rows, list) and bool(rows) and all(
-        isinstance(row, list) and row and all(type(token) is int and token >= 0 for token in row) for row in rows
+    ok = (
+        isinstance(rows, list)
+        and bool(rows)
+        and all(
+            isinstance(row, list) and row and all(type(token) is int and token >= 0 for token in row) for row in rows
+        )
     )
     got = f"{len(rows)} rows" if isinstance(rows, list) else rows
     _require(ok, name, got, "a non-empty list of non-empty lists of token ids (integers >= 0)")
