@@ -63,8 +63,8 @@ class PackConfig:
 class TrainBatch:
     """Responses of one rollout, row by row; B rows, the responses to one prompt side by side."""
 
-    row_ids: np.ndarray  # i32[B] request ids
-    prompt_ids: np.ndarray  # i32[B]
+    row_ids: np.ndarray  # i64[B] request ids
+    prompt_ids: np.ndarray  # i64[B]
     tokens: tuple[np.ndarray, ...]  # B arrays i32[prompt + response]
     prompt_lens: np.ndarray  # i32[B]
     behaviour_logprobs: tuple[np.ndarray, ...]  # B arrays f32[response]
@@ -115,8 +115,8 @@ def make_batch(completions: Sequence[Completion], sampling: SamplingParams) -> T
                 f"and {len(c.logprobs)} log-probs, expected at least one of each and a log-prob per response token"
             )
     return TrainBatch(
-        row_ids=np.array([c.request_id for c in completions], np.int32),
-        prompt_ids=np.array([c.prompt_id for c in completions], np.int32),
+        row_ids=np.array([c.request_id for c in completions], np.int64),
+        prompt_ids=np.array([c.prompt_id for c in completions], np.int64),
         tokens=tuple(np.concatenate([c.prompt_ids, c.token_ids]).astype(np.int32) for c in completions),
         prompt_lens=np.array([len(c.prompt_ids) for c in completions], np.int32),
         behaviour_logprobs=tuple(np.asarray(c.logprobs, np.float32) for c in completions),
