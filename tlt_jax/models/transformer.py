@@ -95,18 +95,16 @@ class DecoderLayer(nn.Module):
 
 class Transformer(nn.Module):
     config: ModelConfig
-    remat: bool = False
 
     @nn.compact
     def __call__(self, tokens_BT, positions_BT, segment_ids_BT=None, cache: Cache | None = None, view=None, taps=()):
         c = self.config
         rope = layers.rope_tables(c, positions_BT)
         x_BTD = layers.Embed(c, name="embed")(tokens_BT)
-        layer_cls = nn.remat(DecoderLayer) if self.remat else DecoderLayer
         features, new_cache = [], []
         for i in range(c.num_layers):
             layer_cache = None if cache is None else cache[i]
-            x_BTD, layer_cache = layer_cls(c, name=f"layers_{i}")(x_BTD, rope, segment_ids_BT, layer_cache, view)
+            x_BTD, layer_cache = DecoderLayer(c, name=f"layers_{i}")(x_BTD, rope, segment_ids_BT, layer_cache, view)
             new_cache.append(layer_cache)
             if i in taps:
                 features.append(x_BTD)
@@ -163,10 +161,54 @@ def forward(
       feature_layers: layers whose outputs are returned too, in ascending order.
       remat: recompute each layer in the backward pass.
     """
-    out, _ = Transformer(config, remat=remat).apply(
+    if remat:
+        return _forward_remat(params, config, tokens_BT, positions_BT, segment_ids_BT, feature_layers)
+    out, _ = Transformer(config).apply(
         {"params": params}, tokens_BT, positions_BT, segment_ids_BT, None, None, tuple(feature_layers)
     )
     return out
+
+
+def _forward_remat(params, config, tokens_BT, positions_BT, segment_ids_BT, feature_layers) -> ForwardOut:
+    """`Transformer` without a cache, layer by layer, each recomputed in the backward pass."""
+    rope = layers.rope_tables(config, positions_BT)
+    layer = _recomputed_layer(config)
+    x_BTD = layers.Embed(config).apply({"params": params["embed"]}, tokens_BT)
+    features = []
+    for i in range(config.num_layers):
+        x_BTD = layer(params[f"layers_{i}"], x_BTD, rope, segment_ids_BT)
+        if i in feature_layers:
+            features.append(x_BTD)
+    hidden_BTD = cast(jax.Array, layers.RMSNorm(config).apply({"params": params["final_norm"]}, x_BTD))
+    return ForwardOut(hidden=hidden_BTD, features=tuple(features))
+
+
+def _recomputed_layer(config: ModelConfig):
+    """(params, x, rope, segment ids) -> x of one layer, which saves its input alone for the backward pass.
+
+    Unlike `jax.checkpoint`, the recomputation waits for the layer's cotangent. It needs nothing but saved inputs
+    otherwise, and XLA:CPU then recomputes all layers at once: the memory of no recomputation at all.
+    """
+
+    def run(params, x_BTD, rope, segment_ids_BT):
+        return DecoderLayer(config).apply({"params": params}, x_BTD, rope, segment_ids_BT, None, None)[0]
+
+    def forward_rule(params, x_BTD, rope, segment_ids_BT):
+        return run(params, x_BTD, rope, segment_ids_BT), (params, x_BTD, rope, segment_ids_BT)
+
+    def backward_rule(saved, d_out_BTD):
+        params, x_BTD, rope, segment_ids_BT = saved
+        if layers.platform_of(config) == "cpu":
+            # XLA:CPU drops barriers before it schedules; a product with 0 it must keep, for the sake of NaN.
+            x_BTD += 0 * d_out_BTD[0, 0, 0]
+        else:
+            x_BTD, d_out_BTD = jax.lax.optimization_barrier((x_BTD, d_out_BTD))
+        _, pullback = jax.vjp(lambda p, x: run(p, x, rope, segment_ids_BT), params, x_BTD)
+        return *pullback(d_out_BTD), None, None
+
+    layer = jax.custom_vjp(run)
+    layer.defvjp(forward_rule, backward_rule)
+    return layer
 
 
 def forward_cached(
