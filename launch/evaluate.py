@@ -7,8 +7,10 @@ says how many samples per prompt, at which temperature. Prints mean@k, pass@1 an
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import pathlib
+import sys
 import time
 from typing import Any
 
@@ -20,7 +22,7 @@ from launch.progress import TerminalReporter
 from launch.run_config import RunConfig
 from tlt_jax.checkpoint import CheckpointStore
 from tlt_jax.rl.evaluate import evaluate
-from tlt_jax.rl.update import make_learner
+from tlt_jax.rollout.workers import WorkerPool
 
 _CHECKPOINT = flags.DEFINE_string("checkpoint", "", "Workdir of a run, or a Hugging Face directory.")
 _STEP = flags.DEFINE_integer("step", None, "RL step of the checkpoint; default the newest.")
@@ -36,21 +38,22 @@ def main() -> dict[str, Any]:
             run = dataclasses.replace(run, model=dataclasses.replace(run.model, path=str(path)))
             path = None
         inputs = setup.read_inputs(run)
-        prompts = setup.load_task(run, inputs).eval_prompts()
+        task = setup.load_task(run, inputs)
+        prompts = task.eval_prompts()
         if not prompts:
             raise ConfigError("task.eval_size: got 0 held-out prompts, expected some; set task.eval_size or eval_path")
         rewards = setup.make_reward_pool(run)
         workers = setup.make_workers(run, inputs)
-        store = CheckpointStore(path / "checkpoints", run.checkpoint, read_only=True) if path else None
-        if store is not None and store.latest_step() is None:
-            raise ConfigError(f"--checkpoint: got {path}, which holds no complete checkpoint; expected a trained run")
-    step = 0
-    if store is None:
-        setup.load_rollout_weights(run, inputs, workers)
-    else:
-        step = _load_checkpoint(run, inputs, workers, store)
+        setup.check_requests(run, task, workers)
+        step = 0
+        if path is None:
+            if _STEP.value is not None:
+                raise ConfigError(f"--step: got {_STEP.value} without the workdir of a run in --checkpoint")
+            setup.load_rollout_weights(run, inputs, workers)
+        else:
+            step = _load_checkpoint(run, inputs, workers, path)
     start_s = time.perf_counter()
-    reporter = TerminalReporter(1, 1, len(prompts) * run.eval.num_samples)
+    reporter = TerminalReporter(1, len(prompts) * run.eval.num_samples, sys.stderr.isatty())
     with rewards:
         reporter.phase(step, "eval")
         _, metrics = evaluate(workers, rewards, prompts, run.sampling, run.eval, inputs.decode_text, reporter.progress)
@@ -58,16 +61,17 @@ def main() -> dict[str, Any]:
     return {"step": step, "k": run.eval.num_samples, "seconds": time.perf_counter() - start_s} | metrics
 
 
-def _load_checkpoint(run: RunConfig, inputs: setup.Inputs, workers, store: CheckpointStore) -> int:
+def _load_checkpoint(run: RunConfig, inputs: setup.Inputs, workers: WorkerPool, workdir: pathlib.Path) -> int:
     """Weights of the checkpoint into the workers; returns its step."""
-    policy = setup.make_policy(run, inputs)
-    learner = make_learner(inputs.model, run.algorithm, run.optimizer, run.learner, policy.mesh)
-    with cli.checking_input():
-        restored = store.restore({"learner": learner.steps.state_shapes}, step=_STEP.value)
-    assert restored is not None
-    publish = setup.make_publish(run, inputs, workers)
-    workers.load(publish(restored.items["learner"].params, restored.step))
-    return restored.step
+    store = CheckpointStore(workdir / "checkpoints", run.checkpoint, read_only=True)
+    with contextlib.closing(store):
+        step = store.latest_step() if _STEP.value is None else _STEP.value
+        if step is None:
+            raise ConfigError(f"--checkpoint: {workdir} holds no complete checkpoint; expected the workdir of a run")
+        target = setup.policy_shapes(run, inputs)
+        params = store.restore_part("learner", {"params": target}, step=step)["params"]
+    workers.load(setup.make_publish(run, inputs, workers)(params, step))
+    return step
 
 
 if __name__ == "__main__":

@@ -7,17 +7,18 @@ its own. Output lines are in input order: `text, token_ids, logprobs, finish_rea
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import pathlib
+import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import tqdm
 from absl import flags
 
 from launch import cli, setup
-from launch.config import ConfigError
+from launch.config import ConfigError, build
 from launch.run_config import RunConfig
 from tlt_jax import files
 from tlt_jax.rl import prompts as prompting
@@ -35,13 +36,12 @@ def main() -> dict[str, Any]:
     with cli.checking_input():
         _check_flags()
         inputs = setup.read_inputs(run)
-        requests = read_requests(pathlib.Path(_PROMPTS.value), run, inputs, _SAMPLES.value)
         workers = setup.make_workers(run, inputs)
-        for request in requests:
-            workers.engines[0].check(request)
-    setup.load_rollout_weights(run, inputs, workers)
+        check = workers.engines[0].check
+        requests = read_requests(pathlib.Path(_PROMPTS.value), run, inputs, _SAMPLES.value, check)
+        setup.load_rollout_weights(run, inputs, workers)
     start_s = time.perf_counter()
-    with tqdm.tqdm(total=len(requests), unit="resp") as bar:
+    with tqdm.tqdm(total=len(requests), unit="resp", disable=not sys.stderr.isatty()) as bar:
 
         def on_progress(progress) -> None:
             bar.n = progress.done
@@ -69,35 +69,36 @@ def _check_flags() -> None:
             raise ConfigError(f"--{name}: got none, expected a JSONL file")
     if not pathlib.Path(_PROMPTS.value).is_file():
         raise ConfigError(f"--prompts: got {_PROMPTS.value!r}, which is no file; expected a JSONL file of prompts")
+    if pathlib.Path(_OUT.value).is_dir():
+        raise ConfigError(f"--out: got {_OUT.value!r}, which is a directory; expected a file to write")
     if _SAMPLES.value < 1:
         raise ConfigError(f"--samples: got {_SAMPLES.value}, expected >= 1")
 
 
-def read_requests(path: pathlib.Path, run: RunConfig, inputs: setup.Inputs, num_samples: int) -> list[Request]:
-    """One request per line and sample.
+def read_requests(
+    path: pathlib.Path, run: RunConfig, inputs: setup.Inputs, num_samples: int, check: Callable[[Request], None]
+) -> list[Request]:
+    """One request per line and sample; `check` raises ValueError for one that cannot be generated.
 
     Raises:
-      ConfigError: names the file and line: not JSON, no prompt, an empty one, a bad field.
+      ConfigError: names the file and line: not JSON, no prompt, an empty one, one too long, a bad field.
     """
     requests = []
-    lines = [(n, line) for n, line in enumerate(path.read_text().splitlines(), 1) if line.strip()]
+    # Lines end at a newline alone: a JSON string may hold other characters that `splitlines` breaks at.
+    lines = [(n, line) for n, line in enumerate(path.read_bytes().split(b"\n"), 1) if line.strip()]
     if not lines:
         raise ConfigError(f"{path}: got no prompts, expected one JSON object per line")
     for i, (number, line) in enumerate(lines):
         try:
-            token_ids, sampling = _read_line(line, run.sampling, inputs.tokenizer)
+            token_ids, sampling = _read_line(line.decode(), run.sampling, inputs.tokenizer)
+            samples = [
+                Request(request_id=i * num_samples + k, prompt_id=i, sample=k, prompt_ids=token_ids, sampling=sampling)
+                for k in range(num_samples)
+            ]
+            check(samples[0])
         except ValueError as error:
             raise ConfigError(f"{path}:{number}: {error}") from error
-        for sample in range(num_samples):
-            requests.append(
-                Request(
-                    request_id=i * num_samples + sample,
-                    prompt_id=i,
-                    sample=sample,
-                    prompt_ids=token_ids,
-                    sampling=sampling,
-                )
-            )
+        requests += samples
     return requests
 
 
@@ -109,9 +110,9 @@ def _read_line(line: str, sampling: SamplingParams, tokenizer: Any) -> tuple[tup
     if unknown:
         raise ValueError(f"got unknown keys {sorted(unknown)}, expected prompt or messages, {', '.join(_OWN_SAMPLING)}")
     own = {k: record[k] for k in _OWN_SAMPLING if k in record}
-    if "stop" in own:
-        own["stop"] = (own["stop"],) if isinstance(own["stop"], str) else tuple(own["stop"])
-    sampling = dataclasses.replace(sampling, **own)
+    if isinstance(own.get("stop"), str):
+        own["stop"] = [own["stop"]]
+    (sampling,) = build(own, "sampling", sampling)
     if "messages" in record:
         messages = prompting.check_messages(record["messages"])
         return prompting.encode(prompting.render(messages, tokenizer), tokenizer), sampling

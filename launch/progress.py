@@ -13,16 +13,16 @@ from tlt_jax.rollout.engine import Progress
 class TerminalReporter:
     """Two tqdm bars: RL steps done, and responses of the current rollout done with live batch and tokens/s."""
 
-    def __init__(self, first_step: int, num_steps: int, num_responses: int, enabled: bool = True):
+    def __init__(self, num_steps: int, num_responses: int, enabled: bool = True):
         self._lock = threading.Lock()
-        self._steps = tqdm.tqdm(
-            total=num_steps, initial=first_step - 1, desc="steps", unit="step", disable=not enabled, position=0
-        )
+        self._steps = tqdm.tqdm(total=num_steps, desc="steps", unit="step", disable=not enabled, position=0)
         self._rows = tqdm.tqdm(total=num_responses, unit="resp", leave=False, disable=not enabled, position=1)
         self._start = (time.perf_counter(), 0)
 
     def phase(self, step: int, name: str) -> None:
         with self._lock:
+            if not self._steps.n and 1 < step <= self._steps.total:
+                self._steps.initial = self._steps.n = step - 1  # a resumed run
             self._rows.set_description(f"step {step} {name}")
             self._rows.n = 0
             self._rows.refresh()

@@ -9,12 +9,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+from absl import logging
 
 from launch.fetch import resolve_model
 from launch.run_config import RunConfig
 from tlt_jax.models.config import ModelConfig
 from tlt_jax.models.hf import load_config, load_hf
 from tlt_jax.models.transformer import param_shapes
+from tlt_jax.rl.experience import make_requests
 from tlt_jax.rl.prompts import load_tokenizer
 from tlt_jax.rl.rewards import RewardPool
 from tlt_jax.rl.tasks import Task, make_task
@@ -47,25 +49,40 @@ def read_inputs(run: RunConfig) -> Inputs:
 
 def check_lengths(run: RunConfig, max_prompt_tokens: int, model: ModelConfig) -> None:
     """Raises ValueError where the longest prompt and response do not fit the cache, or the model's positions."""
-    need = max_prompt_tokens + run.sampling.max_tokens
+    name, response = max(
+        ("rollout.max_tokens", run.sampling.max_tokens), ("eval.max_tokens", run.eval.max_tokens), key=lambda x: x[1]
+    )
+    need = max_prompt_tokens + response
     if need > run.rollout.max_len:
         raise ValueError(
-            f"lengths: got task.max_prompt_tokens {max_prompt_tokens} + rollout.max_tokens "
-            f"{run.sampling.max_tokens} = {need} tokens, expected at most rollout.max_len {run.rollout.max_len}; raise "
-            "rollout.max_len or lower one of the two"
+            f"lengths: got task.max_prompt_tokens {max_prompt_tokens} + {name} {response} = {need} tokens, expected at "
+            f"most rollout.max_len {run.rollout.max_len}; raise rollout.max_len or lower one of the two"
         )
     if need > model.max_position_embeddings:
         raise ValueError(
             f"lengths: got {need} tokens of prompt and response, expected at most the model's "
-            f"max_position_embeddings {model.max_position_embeddings}; lower task.max_prompt_tokens or "
-            "rollout.max_tokens"
+            f"max_position_embeddings {model.max_position_embeddings}; lower task.max_prompt_tokens or {name}"
         )
 
 
 def load_task(run: RunConfig, inputs: Inputs) -> Task:
     """The prompts, checked against the cache."""
     check_lengths(run, run.task.max_prompt_tokens, inputs.model)
-    return make_task(run.task, inputs.tokenizer)
+    task = make_task(run.task, inputs.tokenizer)
+    if task.num_dropped_prompts:
+        logging.warning(
+            "%d prompts are longer than task.max_prompt_tokens %d and were dropped",
+            task.num_dropped_prompts,
+            run.task.max_prompt_tokens,
+        )
+    return task
+
+
+def check_requests(run: RunConfig, task: Task, workers: WorkerPool) -> None:
+    """Raises ValueError where an engine would refuse what training or evaluation will ask of it."""
+    for prompts, sampling in ((task.train, run.sampling), (task.eval_prompts(), run.eval.sampling(run.sampling))):
+        for request in make_requests(prompts, 1, sampling, 0):
+            workers.engines[0].check(request)
 
 
 def make_workers(run: RunConfig, inputs: Inputs, devices: Sequence[jax.Device] | None = None) -> WorkerPool:
@@ -111,11 +128,18 @@ class Policy:
     load: Callable[[], Params]
 
 
-def make_policy(run: RunConfig, inputs: Inputs) -> Policy:
+def make_policy(run: RunConfig, inputs: Inputs, devices: Sequence[jax.Device] | None = None) -> Policy:
     """Nothing is read before `load()`."""
-    mesh = make_mesh(run.mesh)
+    mesh = make_mesh(run.mesh, devices)
     shardings = param_shardings(param_shapes(inputs.model), mesh, heads=inputs.model.num_kv_heads)
     return Policy(mesh=mesh, load=lambda: load_hf(inputs.model_dir, shardings=shardings)[1])
+
+
+def policy_shapes(run: RunConfig, inputs: Inputs) -> Params:
+    """What the policy's weights look like on the learner's mesh: the target of a restore."""
+    shapes = param_shapes(inputs.model)
+    shardings = param_shardings(shapes, make_mesh(run.mesh), heads=inputs.model.num_kv_heads)
+    return jax.tree.map(lambda x, to: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=to), shapes, shardings)
 
 
 def make_reward_pool(run: RunConfig) -> RewardPool:

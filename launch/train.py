@@ -1,18 +1,21 @@
 """Trains a policy: `python -m launch.train --config=configs/X.py [--workdir=DIR] [--config.rl.learning_rate=1e-6 ...]`.
 
 A workdir that holds a run of the same configuration is resumed from its newest checkpoint; `--fresh` insists on a new
-one.
+one. Ctrl-C and SIGTERM end the run after the call in flight; a checkpoint being written is finished first.
 
-Exit codes: 0 done; 1 the run failed (the message says where to resume); 2 bad configuration or input.
+Exit codes: 0 done; 1 the run failed or was stopped (the message says where to resume); 2 bad configuration or input.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import pathlib
 import sys
 import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 from absl import flags, logging
 
 from launch import cli, setup
@@ -21,12 +24,37 @@ from launch.progress import TerminalReporter
 from launch.run_config import MAY_CHANGE, RunConfig
 from tlt_jax.checkpoint import CheckpointError, CheckpointStore, Restored
 from tlt_jax.metrics import MetricsWriter, RolloutWriter, TimelineWriter
-from tlt_jax.rl.loop import TrainLoop
-from tlt_jax.rl.update import make_learner
+from tlt_jax.rl import update
+from tlt_jax.rl.loop import Reporter, TrainLoop
+from tlt_jax.rl.optimizer import LearnerState
+from tlt_jax.rl.rewards import RewardPool, RewardWorkerError
+from tlt_jax.rl.tasks import Task
 
 _WORKDIR = flags.DEFINE_string("workdir", "", "Directory of the run; default runs/<config name>.")
 _FRESH = flags.DEFINE_bool("fresh", False, "Insist on a new workdir.")
 _PROGRESS = flags.DEFINE_bool("progress", sys.stderr.isatty(), "Show progress bars.")
+
+# What may stop a run that is set up right: its message is enough, without a traceback.
+_FAILURES = (
+    CheckpointError,
+    RewardWorkerError,
+    OSError,
+    MemoryError,
+    jax.errors.JaxRuntimeError,  # out of device memory, a lost device
+    KeyboardInterrupt,
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Parts:
+    """What a loop is made of, besides weights."""
+
+    run: RunConfig
+    inputs: setup.Inputs
+    task: Task
+    rewards: RewardPool
+    workdir: pathlib.Path
+    reporter: Reporter
 
 
 def main() -> dict[str, Any] | None:
@@ -39,46 +67,73 @@ def main() -> dict[str, Any] | None:
         rewards = setup.make_reward_pool(run)
         prepare_workdir(workdir, to_json(run), fresh=_FRESH.value, may_change=MAY_CHANGE)
         store = CheckpointStore(workdir / "checkpoints", run.checkpoint)
-        loop = make_loop(run, inputs, task, rewards, store, workdir)
+        num_responses = run.loop.prompts_per_step * run.loop.group_size
+        reporter = TerminalReporter(run.loop.num_steps, num_responses, _PROGRESS.value)
+        parts = Parts(run=run, inputs=inputs, task=task, rewards=rewards, workdir=workdir, reporter=reporter)
+        loop = make_loop(parts, store)
     logging.info("ready after %.1f s; workdir %s", time.perf_counter() - start_s, workdir)
     with rewards:
-        try:
-            metrics = loop.run()
-            store.close()
-        except (CheckpointError, FloatingPointError, MemoryError) as error:
-            logging.error("step failed: %s; run the same command again to resume from %s", error, store.latest_step())
-            sys.exit(cli.EXIT_FAILED)
-    loop.close()
+        metrics = run_to_end(loop)
     return {"workdir": str(workdir), "steps": run.loop.num_steps, "seconds": time.perf_counter() - start_s} | metrics
 
 
-def make_loop(run: RunConfig, inputs, task, rewards, store: CheckpointStore, workdir: pathlib.Path) -> TrainLoop:
-    """All parts of the run: the policy from the newest checkpoint if there is one, else from the model directory."""
-    if task.num_dropped_prompts:
-        logging.warning(
-            "%d prompts are longer than task.max_prompt_tokens %d and were dropped",
-            task.num_dropped_prompts,
-            run.task.max_prompt_tokens,
-        )
-    policy = setup.make_policy(run, inputs)
+def run_to_end(loop: TrainLoop) -> dict[str, float]:
+    """Runs the loop; whatever stops it, the last words say at which step, why, and where to go on."""
+    try:
+        metrics = loop.run()
+        loop.close()
+        return metrics
+    except BaseException as error:
+        _say_where_to_resume(loop, error)
+        if isinstance(error, _FAILURES):
+            sys.exit(cli.EXIT_FAILED)
+        raise
+
+
+def _say_where_to_resume(loop: TrainLoop, error: BaseException) -> None:
+    try:
+        loop.close()  # finishes a checkpoint that is being written
+    except (CheckpointError, OSError) as another:
+        if another is not error:
+            logging.error("step %d: %s", loop.step, another)
+    newest = None if loop.store is None else loop.store.latest_step()
+    where = "starts from the beginning: there is no checkpoint yet" if newest is None else f"resumes from step {newest}"
+    why = "stopped" if isinstance(error, KeyboardInterrupt) else f"failed: {type(error).__name__}: {error}"
+    logging.error("step %d %s; the same command %s", loop.step, why, where)
+
+
+def make_loop(
+    parts: Parts,
+    store: CheckpointStore,
+    devices: Sequence[jax.Device] | None = None,
+    make_learner: Callable[..., update.Learner] = update.make_learner,
+) -> TrainLoop:
+    """All parts of the run: the policy from the newest checkpoint if there is one, else from the model directory.
+
+    Args:
+      parts: what has been read and checked.
+      store: where checkpoints are.
+      devices: of learner and workers; default all.
+      make_learner: as `update.make_learner`.
+    """
+    run, inputs, workdir = parts.run, parts.inputs, parts.workdir
+    workers = setup.make_workers(run, inputs, devices)
+    setup.check_requests(run, parts.task, workers)
+    policy = setup.make_policy(run, inputs, devices)
     learner = make_learner(inputs.model, run.algorithm, run.optimizer, run.learner, policy.mesh)
-    prompts = task.train_iterator(run.loop.prompts_per_step, run.loop.seed)
+    prompts = parts.task.train_iterator(run.loop.prompts_per_step, run.loop.seed)
     restored = store.restore({"learner": learner.steps.state_shapes, "data": None})
     reference = policy.load() if restored is None or run.algorithm.needs_reference else None
+    first_step, kept = 1, 0  # a fresh run may evaluate before its first step, as step 0
     if restored is None:
         assert reference is not None
         state = learner.init(reference)
     else:
         state = restored.items["learner"]
-    first_step = 1
-    if restored is not None:
         prompts.set_state(restored.items["data"])
-        _check_restored(restored, int(state.step))
+        _check_restored(restored, state)
         logging.info("%s", restored.describe())
-        first_step = restored.step + 1
-    kept = first_step if restored is not None else 0  # a fresh run may evaluate before its first step, as step 0
-    workers = setup.make_workers(run, inputs)
-    num_responses = run.loop.prompts_per_step * run.loop.group_size
+        first_step = kept = restored.step + 1
     return TrainLoop(
         config=run.loop,
         algo=run.algorithm,
@@ -90,24 +145,24 @@ def make_loop(run: RunConfig, inputs, task, rewards, store: CheckpointStore, wor
         workers=workers,
         publish=setup.make_publish(run, inputs, workers),
         prompts=prompts,
-        eval_prompts=task.eval_prompts(),
-        rewards=rewards,
+        eval_prompts=parts.task.eval_prompts(),
+        rewards=parts.rewards,
         decode_text=inputs.decode_text,
         store=store,
         checkpoint_every=run.checkpoint.every_steps,
         metrics=MetricsWriter(workdir, first_step=kept),
         rollouts=RolloutWriter(workdir, first_step=kept),
         timeline=TimelineWriter(workdir, first_step=kept),
-        reporter=TerminalReporter(first_step, run.loop.num_steps, num_responses, _PROGRESS.value),
+        reporter=parts.reporter,
         first_step=first_step,
     )
 
 
-def _check_restored(restored: Restored, optimizer_steps: int) -> None:
-    saved = restored.manifest["summary"]["optimizer_steps"]
-    if saved != optimizer_steps:
+def _check_restored(restored: Restored, state: LearnerState) -> None:
+    saved, found = restored.manifest["summary"]["optimizer_steps"], int(state.step)
+    if saved != found:
         raise ValueError(
-            f"checkpoint of step {restored.step}: got an optimizer count of {optimizer_steps}, expected {saved} as its "
+            f"checkpoint of step {restored.step}: got an optimizer count of {found}, expected {saved} as its "
             "summary says; the checkpoint is damaged: remove it to resume from the one before"
         )
 

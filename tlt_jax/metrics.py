@@ -198,6 +198,36 @@ def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.split("\n")[:-1]]
 
 
+class CompileCounter:
+    """Counts every program that this process compiles, or loads compiled from the cache on disk, from now on."""
+
+    def __init__(self):
+        self._count = self._cached = 0
+        self._seconds = 0.0
+        jax.monitoring.register_event_duration_secs_listener(self._on_compile)
+        jax.monitoring.register_event_listener(self._on_event)
+        self._is_open = True
+
+    def read(self) -> dict[str, float]:
+        """`compile/count`, those of them that came from the disk (`compile/cached`), and `compile/seconds`."""
+        return {"compile/count": self._count, "compile/cached": self._cached, "compile/seconds": self._seconds}
+
+    def close(self) -> None:
+        """Stops counting; may be called twice."""
+        if self._is_open:
+            self._is_open = False
+            jax.monitoring.unregister_event_duration_listener(self._on_compile)
+            jax.monitoring.unregister_event_listener(self._on_event)
+
+    def _on_compile(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            self._count += 1
+            self._seconds += duration_secs
+
+    def _on_event(self, event: str, **kwargs: str | int) -> None:
+        self._cached += event == "/jax/compilation_cache/cache_hits"
+
+
 def memory_metrics() -> dict[str, int]:
     """Memory of this process now: resident host bytes, bytes on its devices, number of live arrays.
 

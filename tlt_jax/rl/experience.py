@@ -37,6 +37,7 @@ class Scored:
     reward_messages: tuple[str, ...]
     rollout_s: float
     reward_s: float  # waited for rewards after the last response had finished
+    idle_frac: float  # share of the workers' time in the rollout after they had run dry
 
     @property
     def rewards_PR(self) -> np.ndarray:
@@ -120,11 +121,13 @@ def collect(
         reward_messages=tuple(messages),
         rollout_s=rollout_s,
         reward_s=time.perf_counter() - start_s - rollout_s,
+        idle_frac=workers.idle_frac,
     )
 
 
 def concat(parts: Sequence[Scored]) -> Scored:
     """Several batches as one, in order."""
+    rollout_s = sum(part.rollout_s for part in parts)
     return Scored(
         prompts=tuple(p for part in parts for p in part.prompts),
         completions=tuple(c for part in parts for c in part.completions),
@@ -132,8 +135,9 @@ def concat(parts: Sequence[Scored]) -> Scored:
         rewards=np.concatenate([part.rewards for part in parts]),
         reward_status=tuple(s for part in parts for s in part.reward_status),
         reward_messages=tuple(m for part in parts for m in part.reward_messages),
-        rollout_s=sum(part.rollout_s for part in parts),
+        rollout_s=rollout_s,
         reward_s=sum(part.reward_s for part in parts),
+        idle_frac=sum(part.idle_frac * part.rollout_s for part in parts) / max(rollout_s, 1e-9),
     )
 
 
@@ -171,6 +175,7 @@ def rollout_metrics(scored: Scored) -> dict[str, float]:
         "spec/accept_len": float(lengths.sum() / max(num_rounds, 1)),
         "spec/drafted": sum(c.drafted for c in scored.completions),
         "spec/accepted": sum(c.accepted for c in scored.completions),
+        "worker/idle_frac": scored.idle_frac,
         "rl/reward_mean": float(scored.rewards.mean()),
         "reward/errors": scored.reward_status.count("error"),
         "reward/timeouts": scored.reward_status.count("timeout"),

@@ -25,7 +25,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from tlt_jax.checkpoint import CheckpointStore
-from tlt_jax.metrics import MetricsWriter, RolloutWriter, TimelineWriter, memory_metrics
+from tlt_jax.metrics import CompileCounter, MetricsWriter, RolloutWriter, TimelineWriter, memory_metrics
 from tlt_jax.rl.advantages import find_constant_groups
 from tlt_jax.rl.algorithms import AlgorithmConfig
 from tlt_jax.rl.batch import assign_advantages, make_batch
@@ -94,6 +94,7 @@ class Reporter(Protocol):
     def progress(self, progress: Progress) -> None: ...
     def done(self, step: int, metrics: dict[str, float]) -> None: ...
     def note(self, text: str) -> None: ...
+    def close(self) -> None: ...
 
 
 class _PhaseClock:
@@ -133,15 +134,21 @@ class TrainLoop:
     timeline: TimelineWriter
     reporter: Reporter
     first_step: int = 1  # 1 + the step restored from
+    step: int = 0  # the step in progress, or the last one; 0 before the first
+
+    def __post_init__(self):
+        self._compiles = CompileCounter()
 
     def run(self) -> dict[str, float]:
         """Trains up to `config.num_steps`; returns the last step's metrics."""
         self._start_s = time.perf_counter()
         self.workers.load(self.publish(self.state.params, self.first_step - 1))
         last: dict[str, float] = {}
+        self.step = self.first_step - 1
         if self.first_step == 1 and self._evaluates(0):
             self.metrics.write(0, self._evaluate(0))
         for step in range(self.first_step, self.config.num_steps + 1):
+            self.step = step
             last = self._step(step)
         if self.store is not None:
             self.store.wait()
@@ -149,27 +156,29 @@ class TrainLoop:
 
     def _step(self, step: int) -> dict[str, float]:
         clock, start_s = _PhaseClock(), time.perf_counter()
-        compiled, compile_s = self._compile_stats()
+        before = self._compiles.read()
         self.reporter.phase(step, "rollout")
         scored = self._rollout(step)
-        out = rollout_metrics(scored) | {"worker/idle_frac": self.workers.idle_frac}
-        kept = self._keep_groups(scored)
+        out = rollout_metrics(scored)
+        groups = self._groups_to_keep(scored)
+        kept = take_groups(scored, groups)
         self.reporter.phase(step, "update")
         with clock.phase("update"):
-            learn, advantages = self._update(kept)
+            learn, kept_advantages = self._update(kept)
+            advantages = np.zeros((len(scored.prompts), self.config.group_size), np.float32)  # 0 where not kept
+            advantages[groups] = kept_advantages.reshape(-1, self.config.group_size)
         out |= learn | {"rl/reward_mean": out["rl/reward_mean"]}
         out["rl/dropped_groups"] += len(scored.prompts) - len(kept.prompts)
         with clock.phase("publish"):
             self.workers.load(self.publish(self.state.params, step))
         with clock.phase("write"):
-            self.rollouts.write(step, kept.completions, kept.texts, kept.rewards, advantages)
+            self.rollouts.write(step, scored.completions, scored.texts, scored.rewards, advantages.reshape(-1))
         if self._evaluates(step):
             with clock.phase("eval"):
                 out |= self._evaluate(step)
         with clock.phase("checkpoint"):
             self._checkpoint(step, out)
-        now_compiled, now_compile_s = self._compile_stats()
-        out |= {"compile/count": now_compiled - compiled, "compile/seconds": now_compile_s - compile_s}
+        out |= {name: value - before[name] for name, value in self._compiles.read().items()}
         out |= self._times(out, clock, time.perf_counter() - start_s) | memory_metrics()
         self.metrics.write(step, out)
         self.reporter.done(step, out)
@@ -216,21 +225,26 @@ class TrainLoop:
         for message in [m for part in parts for m in part.reward_messages][:3]:
             self.reporter.note(f"step {step}: a reward failed and scored as failed: {message}")
 
-    def _keep_groups(self, scored: Scored) -> Scored:
-        """With dynamic sampling, the first P groups with a signal; all groups if none has."""
-        if not self.algo.dynamic_sampling:
-            return scored
-        signal = np.flatnonzero(~find_constant_groups(scored.rewards_PR))
-        return take_groups(scored, signal[: self.config.prompts_per_step].tolist()) if len(signal) else scored
+    def _groups_to_keep(self, scored: Scored) -> list[int]:
+        """With dynamic sampling, the first P groups with a signal; the first P of all if none has."""
+        groups = np.arange(len(scored.prompts))
+        if self.algo.dynamic_sampling and not (is_constant := find_constant_groups(scored.rewards_PR)).all():
+            groups = groups[~is_constant]
+        return groups[: self.config.prompts_per_step].tolist()
 
     def _update(self, scored: Scored) -> tuple[dict[str, float], np.ndarray]:
         batch = make_batch(scored.completions, self.sampling)
-        kl_sums = None
+        kl_sums, kl_s = None, 0.0
         if self.algo.needs_reference and self.algo.kl_in == "reward":
             assert self.ref_params is not None
+            start_s = time.perf_counter()
             kl_sums = self.learner.kl_sums(self.state.params, self.ref_params, batch)
+            kl_s = time.perf_counter() - start_s
         batch, shaped = assign_advantages(batch, scored.rewards, self.config.group_size, self.algo, kl_sums)
         self.state, learnt = self.learner.update(self.state, batch, self.ref_params)
+        learnt["time/logprob_s"] += kl_s
+        if kl_sums is not None:
+            learnt["rl/kl"] = float(kl_sums.sum() / batch.response_lens.sum())
         return shaped | learnt, batch.advantages
 
     def _evaluates(self, step: int) -> bool:
@@ -250,11 +264,6 @@ class TrainLoop:
         )
         return metrics
 
-    def _compile_stats(self) -> tuple[int, float]:
-        stats = [e.pool.stats for e in self.workers.engines]
-        learner = sum(self.learner.steps.trace_counts.values())
-        return sum(s.num_compiled for s in stats) + learner, sum(s.compile_s for s in stats)
-
     def _checkpoint(self, step: int, metrics: dict[str, Any]) -> None:
         is_due = self.checkpoint_every and step % self.checkpoint_every == 0
         if self.store is None or not (is_due or step == self.config.num_steps):
@@ -262,9 +271,17 @@ class TrainLoop:
         self.store.save(step, self.checkpoint_items(), metrics=metrics, summary=self.checkpoint_summary())
 
     def close(self) -> None:
-        """Closes what the loop writes to."""
+        """Waits for the checkpoint being written, and closes what the loop writes to.
+
+        Raises:
+          CheckpointError: that checkpoint could not be written.
+        """
+        self._compiles.close()
+        self.reporter.close()
         self.metrics.close()
         self.timeline.close()
+        if self.store is not None:
+            self.store.close()
 
     def checkpoint_items(self) -> dict[str, Any]:
         """Everything that the next step depends on besides the configuration."""

@@ -6,6 +6,8 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
+import jinja2
+
 from tlt_jax.rl import answers
 
 Message = dict[str, str]  # {"role", "content"}
@@ -60,10 +62,17 @@ def make_messages(prompt: str, *, system: str = "", template: str = "{prompt}", 
 
 
 def render(messages: Sequence[Message], tokenizer) -> str:
-    """The text that the model continues; plain paragraphs where the tokenizer has no chat template."""
+    """The text that the model continues; plain paragraphs where the tokenizer has no chat template.
+
+    Raises:
+      ValueError: the template refuses the messages.
+    """
     if tokenizer.chat_template is None:
         return "\n\n".join(message["content"] for message in messages)
-    return tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+    try:
+        return tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+    except jinja2.TemplateError as error:  # many templates refuse an order of roles
+        raise ValueError(f"messages: the tokenizer's chat template refuses them: {error}") from error
 
 
 def encode(text: str, tokenizer) -> tuple[int, ...]:

@@ -182,7 +182,11 @@ class _PromptBuilder:
     def build(self, records: Sequence[Located]) -> list[Prompt]:
         built = []
         for index, (where, record) in enumerate(records):
-            text = prompts.render(self._messages(where, record), self._tokenizer)
+            messages = self._messages(where, record)
+            try:
+                text = prompts.render(messages, self._tokenizer)
+            except ValueError as error:
+                raise ValueError(f"{where}: {error}") from error
             token_ids = prompts.encode(text, self._tokenizer)
             if len(token_ids) > self._config.max_prompt_tokens:
                 self.num_dropped += 1
