@@ -1,5 +1,8 @@
 """reasoning-gym's questions are the same in every process, and so are their scores."""
 
+import subprocess
+import sys
+
 import pytest
 
 from tlt_jax.rl import gym, rewards
@@ -46,3 +49,18 @@ def test_unknown_dataset_and_parameters_are_named():
         gym.make_records([("chain_sums", 1, 0, PARAMS)])
     with pytest.raises(ValueError, match=r"'chain_sum': refused parameters.*max_term"):
         gym.find_dataset("chain_sum", 1, 0, '{"max_term": 2}')
+
+
+def test_imports_without_a_compiled_solver():
+    """A machine without a C compiler has no pycosat; all sets but the one that solves with it still work."""
+    code = (
+        "import sys; sys.modules.pop('pycosat', None)\n"
+        "class Refuse:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'pycosat': raise ModuleNotFoundError(name)\n"
+        "sys.meta_path.insert(0, Refuse())\n"
+        "from tlt_jax.rl import gym\n"
+        "print(gym.find_dataset('chain_sum', 1, 0, '{}')[0]['answer'])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert int(done.stdout) == int(gym.make_records([("chain_sum", 1, 0, PARAMS)])[0][0]["answer"])

@@ -16,6 +16,7 @@ import functools
 import json
 import subprocess
 import sys
+import types
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -43,6 +44,20 @@ def make_records(specs: Sequence[Spec]) -> list[list[dict[str, str]]]:
     return json.loads(done.stdout)
 
 
+def import_reasoning_gym():
+    """The package, which a machine without `pycosat` (no wheel: it needs a C compiler) can import too.
+
+    One data set of a hundred, `zebra_puzzles`, solves with it; an empty module stands in and fails there alone.
+    """
+    try:
+        import pycosat  # noqa: F401
+    except ModuleNotFoundError:
+        sys.modules["pycosat"] = types.ModuleType("pycosat", "stand-in: install a C compiler and pycosat")
+    import reasoning_gym  # slow import
+
+    return reasoning_gym
+
+
 @functools.lru_cache(maxsize=8)
 def find_dataset(name: str, size: int, seed: int, params: str):
     """The data set itself; its scorer may execute the text it is given.
@@ -50,7 +65,7 @@ def find_dataset(name: str, size: int, seed: int, params: str):
     Raises:
       ValueError: as `make_records`.
     """
-    import reasoning_gym  # slow import
+    reasoning_gym = import_reasoning_gym()
     from reasoning_gym.factory import DATASETS
 
     if name not in DATASETS:

@@ -106,7 +106,7 @@ def _warm_up(weights: Mapping[str, float]) -> None:
     if "arithmetic" in weights:
         verifiers.score_arithmetic(r"\boxed{1}", {"answer": "1"})
     if "reasoning_gym" in weights:
-        import reasoning_gym  # noqa: F401
+        gym.import_reasoning_gym()
 
 
 def main() -> None:
