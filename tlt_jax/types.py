@@ -15,7 +15,8 @@ Scalars, pytrees, host lists and dataclass fields carry no suffix; a field says 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -157,3 +158,25 @@ class FeatureTrace:
     def num_bytes(self) -> int:
         """Host memory of the arrays."""
         return sum(x.nbytes for x in (self.token_ids, self.features, self.hidden) if x is not None)
+
+
+class DraftModel(NamedTuple):
+    """A drafter as the rollout engine sees it: pure functions of arrays, whatever is behind them.
+
+    `weights` is the drafter's own pytree, `params` the target's live parameters.
+
+    Attributes:
+      forward: (weights, params, features [B,T,D'], tokens [B,T], start [B], layer cache, positions [B,T] | None,
+        block mask | None) -> (h [B,T,D], layer cache). Row t takes the feature of position t and token t+1; its output
+        predicts token t+2, and stands in for the feature of t+1 when several tokens are drafted.
+      logits: (weights, params, h [B,T,D]) -> f32[B,T,Vd] over the draft vocabulary.
+      target_ids: draft ids -> target ids.
+      vocab_size: Vd.
+      feature_layers: target layers whose outputs, side by side, are the features; empty for the final hidden state.
+    """
+
+    forward: Callable[..., tuple[Any, Any]]
+    logits: Callable[[Any, Params, Any], Any]
+    target_ids: Callable[[Any], Any]
+    vocab_size: int
+    feature_layers: tuple[int, ...] = ()

@@ -57,6 +57,30 @@ def write(layer: LayerCache, k_BTKH: jax.Array, v_BTKH: jax.Array, start_B: jax.
     )
 
 
+def compact(cache: Cache, start_B: jax.Array, path_BW: jax.Array, width: int) -> Cache:
+    """Moves the accepted path of a block of `width` slots at `start_B` to its front, in order.
+
+    Slot `start_B + i` becomes what slot `start_B + path_BW[i]` held, for the path's slots; `path_BW[:, 0]` is 0.
+    """
+    take, put = jax.lax.dynamic_slice, jax.lax.dynamic_update_slice
+
+    def move_k(k_KHS: jax.Array, start: jax.Array, path_W: jax.Array) -> jax.Array:
+        block_KHW = take(k_KHS, (0, 0, start), (*k_KHS.shape[:2], width))
+        return put(k_KHS, jnp.take(block_KHW, path_W, axis=2), (0, 0, start))
+
+    def move_v(v_KSH: jax.Array, start: jax.Array, path_W: jax.Array) -> jax.Array:
+        block_KWH = take(v_KSH, (0, start, 0), (v_KSH.shape[0], width, v_KSH.shape[2]))
+        return put(v_KSH, jnp.take(block_KWH, path_W, axis=1), (0, start, 0))
+
+    return tuple(
+        LayerCache(
+            k=jax.vmap(move_k)(layer.k, start_B, path_BW),
+            v=jax.vmap(move_v)(layer.v, start_B, path_BW),
+        )
+        for layer in cache
+    )
+
+
 def resize(cache: Cache, rows: jax.Array, capacity: int) -> Cache:
     """Row `rows[i]` of `cache` becomes row i of a new cache with `capacity` slots per row.
 

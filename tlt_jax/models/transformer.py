@@ -232,7 +232,7 @@ def forward_cached(
       cache: donated by the caller's jit; updated in place.
       positions_BT: rotary positions; default `start_B + 0..T-1`.
       block_mask: bool[T,T] or bool[B,T,T], which new tokens each new token sees (row = query); default causal. A
-        draft tree passes ancestors-and-self.
+        draft tree passes ancestors-and-self. More columns than T: see `cache_view`.
       feature_layers: layers whose outputs are returned too, in ascending order.
     """
     if positions_BT is None:
@@ -245,21 +245,26 @@ def forward_cached(
 
 
 def cache_view(start_B: jax.Array, num_new: int, capacity: int, block_mask: jax.Array | None = None) -> CacheView:
-    """What T = `num_new` tokens appended at `start_B` see of `capacity` slots; mask as in `forward_cached`."""
+    """What T = `num_new` tokens appended at `start_B` see of `capacity` slots; mask as in `forward_cached`.
+
+    A mask of more than T columns also rules over slots before `start_B`: its columns are the last M slots, of which the
+    new tokens are the last T. A draft tree that grows level by level hides other branches that way.
+    """
     if block_mask is None:
         last_BT = start_B[:, None] + jnp.arange(num_new, dtype=jnp.int32)
         return CacheView(start=start_B, mask=jnp.arange(capacity)[None, None] <= last_BT[:, :, None])
-    block_mask_BTT = jnp.broadcast_to(block_mask, (len(start_B), num_new, num_new))
-    return CacheView(start=start_B, mask=_block_mask(block_mask_BTT, start_B, capacity))
+    width = block_mask.shape[-1]  # M
+    block_mask_BTM = jnp.broadcast_to(block_mask, (len(start_B), num_new, width))
+    return CacheView(start=start_B, mask=_block_mask(block_mask_BTM, start_B + num_new - width, capacity))
 
 
-def _block_mask(block_mask_BTT: jax.Array, start_B: jax.Array, capacity: int) -> jax.Array:
-    """Every slot before the block, and inside the block what `block_mask_BTT` says: bool[B,T,S]."""
-    T = block_mask_BTT.shape[-1]
-    inside_BS = jnp.arange(capacity)[None] - start_B[:, None]
-    index_BTS = jnp.broadcast_to(jnp.clip(inside_BS, 0, T - 1)[:, None], (len(start_B), T, capacity))
-    in_block_BTS = jnp.take_along_axis(block_mask_BTT, index_BTS, axis=2)
-    return (inside_BS < 0)[:, None] | ((inside_BS < T)[:, None] & in_block_BTS)
+def _block_mask(block_mask_BTM: jax.Array, base_B: jax.Array, capacity: int) -> jax.Array:
+    """Every slot before `base_B`, and in the M slots from there what `block_mask_BTM` says: bool[B,T,S]."""
+    B, T, width = block_mask_BTM.shape
+    inside_BS = jnp.arange(capacity)[None] - base_B[:, None]
+    index_BTS = jnp.broadcast_to(jnp.clip(inside_BS, 0, width - 1)[:, None], (B, T, capacity))
+    in_block_BTS = jnp.take_along_axis(block_mask_BTM, index_BTS, axis=2)
+    return (inside_BS < 0)[:, None] | ((inside_BS < width)[:, None] & in_block_BTS)
 
 
 def compute_logits(params: Params, config: ModelConfig, hidden_xD: jax.Array) -> jax.Array:

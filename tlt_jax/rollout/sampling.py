@@ -79,9 +79,17 @@ def draw(law_BTV: jax.Array, sampling: SamplingArrays, position_BT: jax.Array) -
     Returns:
       tokens i32[B,T] and natural-log probabilities f32[B,T].
     """
-    B, T, V = law_BTV.shape
-    key_BT2 = jnp.broadcast_to(sampling.key[:, None], (B, T, 2))
-    noise_BTV = gumbel(key_BT2, position_BT, V)
+    return draw_with(law_BTV, sampling, position_noise(sampling, position_BT, law_BTV.shape[-1]))
+
+
+def position_noise(sampling: SamplingArrays, position_BT: jax.Array, vocab_size: int) -> jax.Array:
+    """The noise f32[B,T,V] of each row's own request at each absolute position."""
+    key_BT2 = jnp.broadcast_to(sampling.key[:, None], (*position_BT.shape, 2))
+    return gumbel(key_BT2, position_BT, vocab_size)
+
+
+def draw_with(law_BTV: jax.Array, sampling: SamplingArrays, noise_BTV: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """As `draw`, for a caller that has the noise already."""
     hot_B11 = (sampling.temperature > 0)[:, None, None]
     token_BT = argmax(jnp.where(hot_B11, law_BTV + noise_BTV, law_BTV))
     chosen_BT = jnp.take_along_axis(law_BTV, token_BT[..., None], axis=-1)[..., 0]

@@ -1,0 +1,290 @@
+"""Speculative rounds: ingest, draft, verify, commit, several of them inside one program.
+
+A round of a row whose cache holds `length` = L tokens, newest token at position L:
+  1. Ingest. The drafter takes the true features of the positions committed since its last row, at most D+1 of them; its
+     output at the last one predicts position L+1.
+  2. Draft. A tree of W nodes grows from there, level by level, under the noise that the target will be sampled with.
+  3. Verify. One target forward over the W nodes; at each node the target's own token is drawn.
+  4. Commit. The drawn tokens along the path whose nodes hold them; the first that no node holds is the last. The
+     path's cache entries and features move to the front of the block.
+
+Invariants:
+  - What is committed is what plain decoding draws: the noise belongs to the request and the position (`noise.py`).
+  - Slots from L on are scratch: of the target's cache, of the drafter's, of the features. The caller keeps
+    `length + W <= S` for live rows.
+  - The drafter's rows below `length - num_pending` hold true features, none of its own guesses.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import flax
+import jax
+import jax.numpy as jnp
+
+from tlt_jax.models.cache import Cache, LayerCache, compact
+from tlt_jax.models.config import ModelConfig
+from tlt_jax.models.transformer import compute_logits, forward_cached
+from tlt_jax.rollout import tree as trees
+from tlt_jax.rollout.sampling import SamplingArrays, draw_with, position_noise, warp
+from tlt_jax.rollout.steps import Rows
+from tlt_jax.types import DraftModel, Params
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """A draft tree's shape: `depth` D levels, `topk` children and beams, W = `width` nodes verified, root included."""
+
+    depth: int
+    topk: int
+    width: int
+
+    @property
+    def is_chain(self) -> bool:
+        return self.topk == 1
+
+
+@flax.struct.dataclass(kw_only=True)
+class Memory:
+    """Device memory of the rows."""
+
+    target: Cache
+    draft: LayerCache
+    features: jax.Array  # [B,S,D'], what the drafter reads of position t at slot t
+
+
+@flax.struct.dataclass(kw_only=True)
+class Pending:
+    """Committed tokens whose features the drafter has not taken in: rows `length-num ... length-1`."""
+
+    tokens: jax.Array  # i32[B,D+1]: token t+1 of row t
+    num: jax.Array  # i32[B]
+
+
+@flax.struct.dataclass(kw_only=True)
+class SpecOut:
+    tokens: jax.Array  # i32[rounds,B,D+1] committed, -1 past the end
+    logprobs: jax.Array  # f32[rounds,B,D+1]
+    num_rounds: jax.Array  # i32[]
+
+
+def speculate(
+    params: Params,
+    draft_params: Params,
+    model: ModelConfig,
+    drafter: DraftModel,
+    shape: Shape,
+    num_rounds: int,
+    truncate: bool,
+    memory: Memory,
+    rows: Rows,
+    pending: Pending,
+    max_rounds: jax.Array,
+    exit_live: jax.Array,
+) -> tuple[Memory, SpecOut]:
+    """Up to `max_rounds` rounds, fewer if no more than `exit_live` rows are left alive.
+
+    Args:
+      params: target parameters.
+      draft_params: the drafter's.
+      model: static.
+      drafter: static.
+      shape: static.
+      num_rounds: static; rounds that the outputs have room for.
+      truncate: static; whether any row uses top-k, top-p or min-p.
+      memory: donated.
+      rows: host-built state.
+      pending: of each row, at most D+1.
+      max_rounds: i32[] <= num_rounds.
+      exit_live: i32[].
+    """
+    B, D1 = rows.token.shape[0], shape.depth + 1
+
+    def cond(carry):
+        r, _, rows, _, _ = carry
+        return (r < max_rounds) & (jnp.sum(rows.live, dtype=jnp.int32) > exit_live)
+
+    def body(carry):
+        r, memory, rows, pending, out = carry
+        memory, tree, noise_BDV = _draft(params, draft_params, drafter, shape, memory, rows, pending)
+        memory, verdict = _verify(params, model, drafter, shape, truncate, memory, rows, tree, noise_BDV)
+        num_B, rows, pending = _commit(rows, verdict)
+        kept_BD = jnp.arange(D1)[None] < num_B[:, None]
+        out = SpecOut(
+            tokens=out.tokens.at[r].set(jnp.where(kept_BD, verdict.tokens, -1)),
+            logprobs=out.logprobs.at[r].set(jnp.where(kept_BD, verdict.logprobs, 0.0)),
+            num_rounds=r + 1,
+        )
+        return r + 1, memory, rows, pending, out
+
+    empty = SpecOut(
+        tokens=jnp.full((num_rounds, B, D1), -1, jnp.int32),
+        logprobs=jnp.zeros((num_rounds, B, D1), jnp.float32),
+        num_rounds=jnp.int32(0),
+    )
+    carry = (jnp.int32(0), memory, rows, pending, empty)
+    _, memory, _, _, out = jax.lax.while_loop(cond, body, carry)
+    return memory, out
+
+
+def ingest(
+    params: Params, draft_params: Params, drafter: DraftModel, memory: Memory, tokens_BT: jax.Array, start_B: jax.Array
+) -> Memory:
+    """Takes T rows of true features into the drafter's cache: row t gets `features[t]` and `tokens_BT[t - start]`."""
+    features_BTD = _rows_of(memory.features, start_B, tokens_BT.shape[1])
+    _, draft = drafter.forward(draft_params, params, features_BTD, tokens_BT, start_B, memory.draft, None, None)
+    return memory.replace(draft=draft)
+
+
+def _rows_of(x_BSD: jax.Array, start_B: jax.Array, num: int) -> jax.Array:
+    return jax.vmap(lambda x, i: jax.lax.dynamic_slice_in_dim(x, i, num, axis=0))(x_BSD, start_B)
+
+
+def _block_start(rows: Rows, shape: Shape, memory: Memory) -> jax.Array:
+    """Where a row's scratch block begins; a dead row's is kept inside its cache."""
+    return jnp.minimum(rows.length, memory.features.shape[1] - shape.width)
+
+
+def _draft(params, draft_params, drafter: DraftModel, shape: Shape, memory: Memory, rows: Rows, pending: Pending):
+    """The tree, and the noise f32[B,D+1,V] of the positions after its levels."""
+    length_B = _block_start(rows, shape, memory)
+    start_B = jnp.maximum(length_B - pending.num, 0)
+    start_B = jnp.minimum(start_B, memory.features.shape[1] - shape.depth - 1)
+    features_BTD = _rows_of(memory.features, start_B, shape.depth + 1)
+    h_BTD, cache = drafter.forward(
+        draft_params, params, features_BTD, pending.tokens, start_B, memory.draft, None, None
+    )
+    last_B11 = jnp.maximum(pending.num - 1, 0)[:, None, None]
+    root_B1D = jnp.take_along_axis(h_BTD, last_B11, axis=1)
+    position_BD = length_B[:, None] + 1 + jnp.arange(shape.depth + 1, dtype=jnp.int32)
+    V = params["embed"]["weight"].shape[0]
+    noise_BDV = jax.lax.optimization_barrier(position_noise(rows.sampling, position_BD, V))
+    grow = _grow_chain if shape.is_chain else _grow_tree
+    context = _Context(params, draft_params, drafter, shape, rows.sampling, noise_BDV, length_B)
+    tree, cache = grow(context, rows.token, root_B1D, cache)
+    # Without any feature to start from (a prompt of one token) nothing can be proposed.
+    tree = tree.replace(valid=tree.valid & ((pending.num > 0)[:, None] | (tree.depth == 0)))
+    return memory.replace(draft=cache), tree, noise_BDV
+
+
+@dataclasses.dataclass(frozen=True)
+class _Context:
+    params: Params
+    draft_params: Params
+    drafter: DraftModel
+    shape: Shape
+    sampling: SamplingArrays
+    noise_BDV: jax.Array
+    length_B: jax.Array
+
+    def scores(self, h_BTD: jax.Array, level: int) -> jax.Array:
+        """Log of each draft token's chance to win the draw after nodes of `level`, as the drafter sees it."""
+        logits_BTV = self.drafter.logits(self.draft_params, self.params, h_BTD)
+        temperature_B11 = self.sampling.temperature[:, None, None]
+        hot_B11 = temperature_B11 > 0
+        scaled_BTV = logits_BTV / jnp.where(hot_B11, temperature_B11, 1.0)
+        noise_BV = self.noise_BDV[:, level]
+        if self.drafter.vocab_size != noise_BV.shape[-1]:
+            noise_BV = jnp.take(noise_BV, self.drafter.target_ids(jnp.arange(self.drafter.vocab_size)), axis=1)
+        return jax.nn.log_softmax(scaled_BTV + jnp.where(hot_B11, noise_BV[:, None], 0.0), axis=-1)
+
+    def step(self, h_BTD, tokens_BT, level: int, num_before: int, cache, block_mask):
+        """Drafter rows for nodes of `level` (1, 2, ...), after `num_before` rows of earlier levels."""
+        start_B = self.length_B + num_before
+        position_BT = jnp.broadcast_to((self.length_B + level - 1)[:, None], tokens_BT.shape)
+        return self.drafter.forward(
+            self.draft_params, self.params, h_BTD, tokens_BT, start_B, cache, position_BT, block_mask
+        )
+
+
+def _grow_chain(context: _Context, root_B, h_B1D, cache):
+    """One child a node: the drafter's own winner of the draw."""
+    drafts = []
+    D = context.shape.depth
+    for level in range(D):
+        _, index_B1 = trees.top_k(context.scores(h_B1D, level)[:, 0], 1)
+        drafts.append(context.drafter.target_ids(index_B1))
+        if level + 1 < D:
+            h_B1D, cache = context.step(h_B1D, drafts[-1], level + 1, level, cache, None)
+    drafts_BD = jnp.concatenate(drafts, axis=1)
+    return trees.chain(root_B, drafts_BD, jnp.full(root_B.shape, D, jnp.int32)), cache
+
+
+def _grow_tree(context: _Context, root_B, h_B1D, cache):
+    """`topk` beams a level by cumulative score; then the best W-1 of all candidates."""
+    D, k = context.shape.depth, context.shape.topk
+    B = root_B.shape[0]
+    score_Bk, index_Bk = trees.top_k(context.scores(h_B1D, 0)[:, 0], k)
+    tokens_Bk = context.drafter.target_ids(index_Bk)
+    levels = [(tokens_Bk, jnp.full((B, k), -1, jnp.int32), score_Bk)]
+    beam_Bk = jnp.broadcast_to(jnp.arange(k, dtype=jnp.int32), (B, k))  # candidate index of each beam
+    h_BkD = jnp.broadcast_to(h_B1D, (B, k, h_B1D.shape[-1]))
+    mask_BkM = jnp.broadcast_to(jnp.eye(k, dtype=bool), (B, k, k))
+    offset = k
+    for level in range(1, D):
+        h_BkD, cache = context.step(h_BkD, tokens_Bk, level, (level - 1) * k, cache, mask_BkM)
+        child_score, child_index = trees.top_k(context.scores(h_BkD, level), k)
+        total_BM = (score_Bk[:, :, None] + child_score).reshape(B, k * k)
+        tokens_BM = context.drafter.target_ids(child_index).reshape(B, k * k)
+        levels.append((tokens_BM, jnp.repeat(beam_Bk, k, axis=1), total_BM))
+        score_Bk, pick_Bk = jax.lax.top_k(total_BM, k)
+        parent_Bk = pick_Bk // k  # among the beams just expanded
+        tokens_Bk = jnp.take_along_axis(tokens_BM, pick_Bk, axis=1)
+        beam_Bk = offset + pick_Bk
+        offset += k * k
+        h_BkD = jnp.take_along_axis(h_BkD, parent_Bk[:, :, None], axis=1)
+        seen_BkM = jnp.take_along_axis(mask_BkM, parent_Bk[:, :, None], axis=1)
+        mask_BkM = jnp.concatenate([seen_BkM, jnp.broadcast_to(jnp.eye(k, dtype=bool), (B, k, k))], axis=2)
+    tokens, parents, scores = (jnp.concatenate(x, axis=1) for x in zip(*levels, strict=True))
+    depth = jnp.concatenate([jnp.full(t.shape[1], d + 1, jnp.int32) for d, (t, _, _) in enumerate(levels)])
+    candidates = trees.Candidates(tokens=tokens, parent=parents, depth=depth, score=scores)
+    return trees.select(candidates, root_B, context.shape.width), cache
+
+
+def _verify(
+    params, model: ModelConfig, drafter: DraftModel, shape: Shape, truncate: bool, memory, rows, tree, noise_BDV
+):
+    """The target's token at every node, and the path that they accept; the path moved to the front."""
+    start_B = _block_start(rows, shape, memory)
+    block_mask = None if shape.is_chain else trees.ancestor_mask(tree.parent, shape.depth)
+    forward, cache = forward_cached(
+        params,
+        model,
+        tree.tokens,
+        start_B,
+        memory.target,
+        positions_BT=start_B[:, None] + tree.depth,
+        block_mask=block_mask,
+        feature_layers=drafter.feature_layers,
+    )
+    law_BWV = warp(compute_logits(params, model, forward.hidden), rows.sampling, truncate)
+    noise_BWV = noise_BDV if shape.is_chain else jnp.take_along_axis(noise_BDV, tree.depth[:, :, None], axis=1)
+    token_BW, logprob_BW = draw_with(law_BWV, rows.sampling, noise_BWV)
+    verdict = trees.accept(tree, token_BW, logprob_BW, shape.depth)
+    features_BWD = jnp.concatenate(forward.features, axis=-1) if drafter.feature_layers else forward.hidden
+    if not shape.is_chain:
+        cache = compact(cache, start_B, verdict.path, shape.width)
+        features_BWD = jnp.take_along_axis(features_BWD, verdict.path[:, :, None], axis=1)
+    features = jax.vmap(lambda x, y, i: jax.lax.dynamic_update_slice(x, y.astype(x.dtype), (i, 0)))(
+        memory.features, features_BWD, start_B
+    )
+    return memory.replace(target=cache, features=features), verdict
+
+
+def _commit(rows: Rows, verdict: trees.Verdict) -> tuple[jax.Array, Rows, Pending]:
+    """Cuts at the first stop id or the cap; returns tokens committed per row, and the state after them."""
+    D1 = verdict.tokens.shape[1]
+    index_D = jnp.arange(D1, dtype=jnp.int32)
+    is_stop_BD = jnp.any(verdict.tokens[:, :, None] == rows.stop_ids[:, None], axis=2)
+    first_stop_B = jnp.min(jnp.where(is_stop_BD, index_D, D1), axis=1)
+    room_B = rows.limit - rows.length - 1
+    num_B = jnp.minimum(jnp.minimum(verdict.num_committed, first_stop_B + 1), room_B)
+    stopped_B = (first_stop_B < num_B) | (num_B >= room_B)
+    num_B = jnp.where(rows.live, num_B, 0)
+    last_B1 = jnp.maximum(num_B - 1, 0)[:, None]
+    newest_B = jnp.take_along_axis(verdict.tokens, last_B1, axis=1)[:, 0]
+    rows = rows.replace(
+        token=jnp.where(rows.live, newest_B, rows.token), length=rows.length + num_B, live=rows.live & ~stopped_B
+    )
+    return num_B, rows, Pending(tokens=verdict.tokens, num=num_B)
