@@ -77,7 +77,7 @@ def test_memory_is_bounded():
 
 
 def test_bad_settings_and_ids():
-    with pytest.raises(ValueError, match="ngram.max_n: got 1, expected >= min_n 2"):
+    with pytest.raises(ValueError, match=r"ngram\.max_n: got 1, expected >= min_n 2"):
         NgramConfig(max_n=1, min_n=2)
     made = drafter((1, 2))
     with pytest.raises(ValueError, match="got request 0 twice"):
