@@ -7,6 +7,7 @@ start-up, apart from the clock. `options`:
   weights     "f32" (default for a float32 job), "bf16" (for a bfloat16 job), "f16", "q8_0", "q4_1"
   kv          "f32" (default for a float32 job) or "f16"
   flash_attn  "off" (default for a float32 job: the other path rounds to f16 inside), "auto" or "on"
+  repack      true: llama.cpp's rearranged weights (default false: README.md says what they did; f32 has none)
 Quantised weights are multiplied with int8 activations: a speed to quote beside f32, not the same function.
 """
 
@@ -33,7 +34,9 @@ class Engine:
         self._silence = llama_cpp.llama_log_callback(lambda *_: None)
         llama_cpp.llama_log_set(self._silence, ctypes.c_void_p(0))
         llama_cpp.llama_backend_init()
-        self.model = llama_cpp.llama_model_load_from_file(gguf_path.encode(), llama_cpp.llama_model_default_params())
+        model_params = llama_cpp.llama_model_default_params()
+        model_params.use_extra_bufts = bool(job.options.get("repack", False))
+        self.model = llama_cpp.llama_model_load_from_file(gguf_path.encode(), model_params)
         params = llama_cpp.llama_context_default_params()
         params.n_seq_max = job.batch_size
         params.n_ctx = job.kv_capacity * job.batch_size
@@ -113,6 +116,7 @@ def run_rollout(job: RolloutJob) -> dict[str, Any]:
     settings = {
         "weights": job.options.get("weights", "f32" if is_f32 else "bf16"),
         "kv": job.options.get("kv", "f32" if is_f32 else "f16"),
+        "repack": bool(job.options.get("repack", False)),
         "flash_attn": job.options.get("flash_attn", "off" if is_f32 else "auto"),
     }
     for name, allowed in (("kv", ("f32", "f16")), ("flash_attn", tuple(FLASH_ATTN))):
