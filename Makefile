@@ -12,6 +12,8 @@ PYTHON312 ?= $(firstword $(wildcard $(HOME)/.pyenv/versions/3.12.*/bin/python3.1
 ACCEL ?=
 
 PY := .venv/bin/python
+# Two workers, each with whole files: tests of a file share compiled programs.
+PARALLEL := -n 2 --dist loadfile
 # 3.11 has its own pins: jax left it behind after 0.10.
 LOCK := $(shell $(or $(PYTHON),true) -c 'import sys; print("requirements/py311.txt" if sys.version_info < (3, 12) else "requirements/py312.txt")' 2>/dev/null)
 
@@ -50,13 +52,13 @@ quickstart: .venv/.stamp  ## RL on a real model and a real task, a few steps, CP
 	$(PY) -m launch.train --config=configs/quickstart.py
 
 test: .venv/.stamp  ## all tests, as CI runs them
-	$(PY) -m pytest -q
+	$(PY) -m pytest -q $(PARALLEL)
 
 test-fast: .venv/.stamp  ## the tests that take under a few seconds each
-	$(PY) -m pytest -q -m "not slow"
+	$(PY) -m pytest -q -m "not slow" $(PARALLEL)
 
 test-compat: .venv-312/.stamp  ## the fast tests under Python 3.12 and the newest supported jax
-	.venv-312/bin/python -m pytest -q -m "not slow"
+	.venv-312/bin/python -m pytest -q -m "not slow" $(PARALLEL)
 
 lint: .venv/.stamp  ## ruff and pyright
 	.venv/bin/ruff check .
