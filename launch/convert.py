@@ -22,7 +22,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+from absl import logging
 
+from launch.cli import is_for_the_user
 from launch.fetch import MODELS, FetchError, fetch, resolve_model
 from tlt_jax.checkpoint import CheckpointConfig, CheckpointStore
 from tlt_jax.models.gguf import import_gguf
@@ -65,7 +67,7 @@ def run_export(args: argparse.Namespace) -> pathlib.Path:
         target = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
         params = store.restore_part("learner", {"params": target}, step=step)["params"]
     save_hf(args.out, config, params, source, dtype=args.dtype)
-    print(f"step {step} of {workdir}", file=sys.stderr)
+    logging.info("wrote the policy of step %d of %s", step, workdir)
     return pathlib.Path(args.out)
 
 
@@ -77,6 +79,9 @@ def _step(text: str) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
+    logging.use_absl_handler()
+    logging.set_verbosity(logging.INFO)
+    logging.get_absl_handler().addFilter(is_for_the_user)
     start = time.perf_counter()
     try:
         out_dir = args.run(args)

