@@ -199,8 +199,7 @@ def _gather(x: Any) -> np.ndarray:
     if isinstance(x, jax.Array) and not x.is_fully_addressable:
         return np.asarray(multihost_utils.process_allgather(x, tiled=True))
     if isinstance(x, jax.Array):
-        # An array keeps the host copy that was made of it. This one shares its buffers and is dropped after use.
-        x = jax.make_array_from_single_device_arrays(x.shape, x.sharding, [s.data for s in x.addressable_shards])
+        x = jnp.copy(x)  # an array keeps the host copy that was made of it: let that be an array that goes away
     return np.asarray(x)
 
 
