@@ -5,13 +5,13 @@ answers are short and some fill the alphabet. Half of the warm start's examples 
 policy knows the alphabet but stops too early; what it takes to go on is learnt from rewards alone.
 """
 
-import concurrent.futures
 import dataclasses
 
 import jax
 import numpy as np
 import pytest
 
+from tests.tiny_model import LocalRewards
 from tlt_jax.models.config import ModelConfig
 from tlt_jax.models.transformer import init_params
 from tlt_jax.rl.algorithms import preset
@@ -19,7 +19,6 @@ from tlt_jax.rl.batch import PackConfig, assign_advantages, make_batch
 from tlt_jax.rl.evaluate import EvalConfig, evaluate
 from tlt_jax.rl.experience import Scored, collect, make_requests
 from tlt_jax.rl.optimizer import OptimizerConfig
-from tlt_jax.rl.rewards import RewardResult
 from tlt_jax.rl.sft import Example, make_supervised_learner
 from tlt_jax.rl.steps import LearnerConfig
 from tlt_jax.rl.tasks import Prompt
@@ -86,14 +85,9 @@ class Spans:
         return prompts
 
 
-class ExactRewards:
-    """1 for the right answer that stops, 0 for any other; scores at once, in this process."""
-
-    def submit(self, items) -> concurrent.futures.Future:
-        future: concurrent.futures.Future = concurrent.futures.Future()
-        scores = np.array([i.text == i.reference["answer"] and i.finish_reason == "stop" for i in items], np.float32)
-        future.set_result(RewardResult(scores=scores, status=("ok",) * len(items), messages=(), seconds=0.0))
-        return future
+def _is_right(text: str, reference) -> float:
+    """1 for the whole answer. An answer is shorter than the cap, so a response equal to one has stopped by itself."""
+    return float(text == reference["answer"])
 
 
 def _warm_start() -> Params:
@@ -118,7 +112,7 @@ class Run:
     """Workers and the few calls that a run makes of them."""
 
     workers: WorkerPool
-    rewards: ExactRewards
+    rewards: LocalRewards
     held_out: list[Prompt]
 
     def load(self, params: Params, version: int) -> None:
@@ -157,7 +151,9 @@ def test_grpo_raises_the_reward_of_held_out_prompts():
     """One seed, noise fixed by request ids: mean reward up by 0.2 at least, answers long-tailed before and after."""
     params = _warm_start()
     engine = RolloutEngine(MODEL, RolloutConfig(max_live=64, max_len=64, min_kv=64), seed=SEED)
-    run = Run(workers=WorkerPool([engine]), rewards=ExactRewards(), held_out=Spans(99, is_held_out=True).draw(64))
+    run = Run(
+        workers=WorkerPool([engine]), rewards=LocalRewards(_is_right), held_out=Spans(99, is_held_out=True).draw(64)
+    )
     run.load(params, 0)
     scored_before, before = run.evaluate()
     _train(run, params)
