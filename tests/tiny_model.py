@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import grain  # noqa: F401  # defines flags on import: not to happen while `run_command` saves and restores them
 import jax
 import numpy as np
 import pyarrow.parquet
