@@ -56,6 +56,7 @@ _PREFIXES: tuple[Callable[[str], str], ...] = (
     lambda name: f"language_model.{name}",
     lambda name: name.replace("model.", "model.language_model.", 1),
 )
+# Types of safetensors files -> numpy (with ml_dtypes) names.
 DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
@@ -78,6 +79,11 @@ def param_names(config: ModelConfig) -> dict[str, tuple[str, tuple[int, ...]]]:
         return (1, int(head[7:])) if head.startswith("layers_") else (0 if head == "embed" else 2, 0)
 
     return {path: (hf_name(path), tuple(shapes[path].shape)) for path in sorted(shapes, key=position)}
+
+
+def num_params(config: ModelConfig) -> int:
+    """Number of parameters, a tied head counted once."""
+    return sum(math.prod(shape) for _, shape in param_names(config).values())
 
 
 def load_config(model_dir: str | pathlib.Path, **overrides: Any) -> ModelConfig:
@@ -308,8 +314,3 @@ def _some(items: Iterable[str], limit: int = 12) -> str:
     items = list(items)
     more = f" and {len(items) - limit} more" if len(items) > limit else ""
     return f"[{', '.join(items[:limit])}]{more}"
-
-
-def num_params(config: ModelConfig) -> int:
-    """Number of parameters, a tied head counted once."""
-    return sum(math.prod(shape) for _, shape in param_names(config).values())
