@@ -82,6 +82,17 @@ def test_amount_of_padding_changes_nothing():
     np.testing.assert_allclose(found[2], found[0], atol=1e-5)
 
 
+def test_rows_with_bins_of_their_own_need_no_segments():
+    """B14: without segment ids, right padding still changes nothing."""
+    batch = tiny.batch(preset("grpo"))
+    micros = _micros(batch, PackConfig(micro_batch_tokens=256, min_width=32, share_bins=False))
+    expected = _rows(micros, [_score(tiny.params(), tiny.CONFIG, m, jnp.float32(1.0))[0] for m in micros], 6)
+    alone = functools.partial(response_logprobs, is_packed=False)
+    got = [jax.jit(alone, static_argnums=1)(tiny.params(), tiny.CONFIG, m, jnp.float32(1.0))[0] for m in micros]
+    for a, b in zip(_rows(micros, got, 6), expected, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+
+
 def test_response_of_one_token_has_one_logprob():
     """B15: the first response token is scored from the last prompt position."""
     batch = tiny.batch(preset("grpo"), prompt_lens=(3,), max_len=1)

@@ -52,6 +52,11 @@ def test_equal_rows_fill_their_bins():
     assert plan_bins([256] * 16, PackConfig(micro_batch_tokens=4096)) == [(256, [[i] for i in range(16)])]
 
 
+def test_rows_may_have_bins_of_their_own():
+    config = PackConfig(micro_batch_tokens=128, share_bins=False)
+    assert plan_bins([10, 100, 20, 65], config) == [(64, [[0], [2]]), (128, [[1]]), (128, [[3]])]
+
+
 def test_plan_of_nothing_is_empty():
     assert plan_bins([], PACK) == []
 

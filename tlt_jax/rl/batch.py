@@ -39,12 +39,15 @@ class PackConfig:
     Attributes:
       micro_batch_tokens: token slots of a micro-batch over all devices; longer rows get micro-batches of their width.
       min_width: the narrowest bin, a power of two.
+      share_bins: several rows in a bin, kept apart by segment ids. False gives each row a bin of its own: more padding,
+        but attention without segments, which runs in cuDNN's flash kernel on GPU.
       attention_len: context length in tokens at which attention costs as much as the rest of the network; wider bins
         waste less padding and more attention.
     """
 
     micro_batch_tokens: int = 4096
     min_width: int = 64
+    share_bins: bool = True
     attention_len: int = 2048
 
     def __post_init__(self):

@@ -42,6 +42,7 @@ def response_logprobs(
     *,
     head_tokens: int = 2048,
     remat: bool = False,
+    is_packed: bool = True,
     entropy_grad: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """Log-probs and entropies of the response tokens of a micro-batch.
@@ -53,11 +54,14 @@ def response_logprobs(
       temperature: f32[] > 0, divides the logits.
       head_tokens: rows of logits held at a time.
       remat: recompute each layer in the backward pass.
+      is_packed: whether a row may hold several responses; if not, attention needs no segments.
       entropy_grad: whether gradients flow through the entropies.
     Returns:
       f32[B,T] natural-log probabilities and f32[B,T] entropies in nats, both 0 at slots not in use.
     """
-    out = forward(params, config, micro.tokens, micro.positions, segment_ids_BT=micro.segment_ids, remat=remat)
+    # Rows of one response are padded on the right, where causal attention never looks.
+    segment_ids_BT = micro.segment_ids if is_packed else None
+    out = forward(params, config, micro.tokens, micro.positions, segment_ids_BT=segment_ids_BT, remat=remat)
     hidden_BTD = jnp.take_along_axis(out.hidden, micro.slots[:, :, None], axis=1)
     weight_VD = params["embed" if config.tie_embeddings else "head"]["weight"]
     num_rows, width = micro.slots.shape

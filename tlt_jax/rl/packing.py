@@ -34,6 +34,8 @@ def plan_bins(
     widths = [config.min_width]
     while widths[-1] < lengths.max():
         widths.append(2 * widths[-1])
+    if not config.share_bins:
+        return _cut(_one_bin_each(lengths, widths), config, num_shards)
     # Wider bins than the longest row may still pack tighter: two rows of 0.6 fit in no bin of 1, three in one of 2.
     widths += [2 * widths[-1], 4 * widths[-1]]
     plans = [_pack(lengths, base, widths) for base in widths]
@@ -59,6 +61,14 @@ def _pack(lengths: np.ndarray, base: int, widths: Sequence[int]) -> dict[int, li
     by_width: dict[int, list[Bin]] = {}
     for width, rows in bins:
         by_width.setdefault(width, []).append(rows)
+    return by_width
+
+
+def _one_bin_each(lengths: np.ndarray, widths: Sequence[int]) -> dict[int, list[Bin]]:
+    """Each row alone in the narrowest bin that holds it."""
+    by_width: dict[int, list[Bin]] = {}
+    for row, need in enumerate(lengths):
+        by_width.setdefault(next(w for w in widths if w >= need), []).append([row])
     return by_width
 
 

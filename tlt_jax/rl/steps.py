@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -105,19 +106,15 @@ def make_steps(
 def _forward_programs(model: ModelConfig, algo: AlgorithmConfig, config: LearnerConfig) -> dict[str, Callable]:
     """Programs that look at tokens."""
 
+    logprobs_of = functools.partial(response_logprobs, head_tokens=config.head_tokens, is_packed=config.pack.share_bins)
+
     def score(params, micro: MicroBatch, temperature):
-        return response_logprobs(params, model, micro, temperature, head_tokens=config.head_tokens)[0]
+        return logprobs_of(params, model, micro, temperature)[0]
 
     def accumulate(params, grads, sums, micro: MicroBatch, old_BT, ref_BT, is_on_policy, temperature):
         def loss(params):
-            logprobs_BT, entropies_BT = response_logprobs(
-                params,
-                model,
-                micro,
-                temperature,
-                head_tokens=config.head_tokens,
-                remat=config.remat,
-                entropy_grad=algo.entropy_coef > 0.0,
+            logprobs_BT, entropies_BT = logprobs_of(
+                params, model, micro, temperature, remat=config.remat, entropy_grad=algo.entropy_coef > 0.0
             )
             # On policy the old log-probs are these very numbers: recomputed ones differ by rounding.
             current_BT = jax.lax.stop_gradient(logprobs_BT)
