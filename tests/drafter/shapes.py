@@ -9,6 +9,7 @@ import numpy as np
 
 from tlt_jax.drafter import model
 from tlt_jax.drafter.config import DraftConfig
+from tlt_jax.drafter.loss import draft_loss
 from tlt_jax.models.config import ModelConfig
 from tlt_jax.models.transformer import param_shapes
 
@@ -54,3 +55,7 @@ def random_inputs(config, num_rows, num_tokens, seed=0):
     features = rng.standard_normal((num_rows, num_tokens, config.feature_size), np.float32)
     tokens = rng.integers(0, config.target.vocab_size, (num_rows, num_tokens)).astype(np.int32)
     return jnp.asarray(features), jnp.asarray(tokens)
+
+
+# One function for all files, so that equal shapes are compiled once.
+loss_and_grads = jax.jit(jax.value_and_grad(draft_loss, argnums=(0, 1), has_aux=True), static_argnums=(2, 3))
