@@ -36,7 +36,8 @@ def filled(lens_by_step, **config):
 
 
 def test_one_step_off():
-    """This step's responses and the long ones of the last: nothing older, nothing short."""
+    """This step's responses and the long ones of the last: nothing older, nothing short. F8: each trace says which
+    policy version made its features."""
     buffer = filled([[40, 50], [4, 8, 12, 30], [5, 6]], long_quantile=0.75)
     assert [(t.step, t.response_len) for t in buffer.traces] == [(1, 30), (2, 5), (2, 6)]
     assert {t.policy_version for t in buffer.traces} == {1, 2}

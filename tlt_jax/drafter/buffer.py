@@ -6,6 +6,9 @@ needed most. So the buffer holds what this step has finished so far, and the lon
 Life of a step: `start_step` lets go of everything but the last step's long responses; `add` takes responses as they
 finish; `draw` gives windows, a set share of their rows from the long ones. Memory is bounded: where `max_bytes` is
 reached the oldest step's shortest responses go first.
+
+Features are those of the policy that made the response, whose version each trace carries. Targets are taken through the
+head of the policy in use: for the last step's traces one update newer, which is little beside what they teach.
 """
 
 from __future__ import annotations
