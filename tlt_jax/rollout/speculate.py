@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 
-import flax
+import flax.struct
 import jax
 import jax.numpy as jnp
 
@@ -134,7 +134,7 @@ def ingest(
     """Takes T rows of true features into the drafter's cache: row t gets `features[t]` and `tokens_BT[t - start]`."""
     features_BTD = _rows_of(memory.features, start_B, tokens_BT.shape[1])
     _, draft = drafter.forward(draft_params, params, features_BTD, tokens_BT, start_B, memory.draft, None, None)
-    return memory.replace(draft=draft)
+    return dataclasses.replace(memory, draft=draft)
 
 
 def _rows_of(x_BSD: jax.Array, start_B: jax.Array, num: int) -> jax.Array:
@@ -164,8 +164,8 @@ def _draft(params, draft_params, drafter: DraftModel, shape: Shape, memory: Memo
     context = _Context(params, draft_params, drafter, shape, rows.sampling, noise_BDV, length_B)
     tree, cache = grow(context, rows.token, root_B1D, cache)
     # Without any feature to start from (a prompt of one token) nothing can be proposed.
-    tree = tree.replace(valid=tree.valid & ((pending.num > 0)[:, None] | (tree.depth == 0)))
-    return memory.replace(draft=cache), tree, noise_BDV
+    tree = dataclasses.replace(tree, valid=tree.valid & ((pending.num > 0)[:, None] | (tree.depth == 0)))
+    return dataclasses.replace(memory, draft=cache), tree, noise_BDV
 
 
 @dataclasses.dataclass(frozen=True)
@@ -269,7 +269,7 @@ def _verify(
     features = jax.vmap(lambda x, y, i: jax.lax.dynamic_update_slice(x, y.astype(x.dtype), (i, 0)))(
         memory.features, features_BWD, start_B
     )
-    return memory.replace(target=cache, features=features), verdict
+    return dataclasses.replace(memory, target=cache, features=features), verdict
 
 
 def _commit(rows: Rows, verdict: trees.Verdict) -> tuple[jax.Array, Rows, Pending]:
@@ -284,7 +284,7 @@ def _commit(rows: Rows, verdict: trees.Verdict) -> tuple[jax.Array, Rows, Pendin
     num_B = jnp.where(rows.live, num_B, 0)
     last_B1 = jnp.maximum(num_B - 1, 0)[:, None]
     newest_B = jnp.take_along_axis(verdict.tokens, last_B1, axis=1)[:, 0]
-    rows = rows.replace(
-        token=jnp.where(rows.live, newest_B, rows.token), length=rows.length + num_B, live=rows.live & ~stopped_B
+    rows = dataclasses.replace(
+        rows, token=jnp.where(rows.live, newest_B, rows.token), length=rows.length + num_B, live=rows.live & ~stopped_B
     )
     return num_B, rows, Pending(tokens=verdict.tokens, num=num_B)

@@ -12,7 +12,7 @@ References:
 
 from __future__ import annotations
 
-import flax
+import flax.struct
 import jax
 import jax.numpy as jnp
 
