@@ -176,28 +176,38 @@ def attend_uncached(
     B, T, N, H = q_BTNH.shape
     if platform in ("gpu", "cuda") and segment_ids_BT is None and q_BTNH.dtype == jnp.bfloat16:
         return jax.nn.dot_product_attention(q_BTNH, k_BTKH, v_BTKH, is_causal=True, implementation="cudnn")
-    block = min(T, _QUERY_BLOCK)
-    if T % block:
-        block = T
     attend = functools.partial(_attend_block, k_BTKH=k_BTKH, v_BTKH=v_BTKH, segment_ids_BT=segment_ids_BT)
-    if block == T:
-        return attend(q_BTNH, jnp.int32(0))
-    q_xBTNH = q_BTNH.reshape(B, T // block, block, N, H).swapaxes(0, 1)
-    starts = jnp.arange(0, T, block, dtype=jnp.int32)
-    out_xBTNH = jax.lax.map(lambda args: jax.checkpoint(attend)(*args), (q_xBTNH, starts))
-    return out_xBTNH.swapaxes(0, 1).reshape(B, T, N, H)
+    if T <= _QUERY_BLOCK:
+        return attend(q_BTNH, segment_ids_BT, jnp.int32(0))
+    # Queries are padded to whole blocks; what the surplus ones get is dropped.
+    num_blocks = -(-T // _QUERY_BLOCK)
+    pad = num_blocks * _QUERY_BLOCK - T
+
+    def blocks(x_BTx: jax.Array) -> jax.Array:
+        x_BTx = jnp.pad(x_BTx, [(0, pad if axis == 1 else 0) for axis in range(x_BTx.ndim)])
+        return x_BTx.reshape(B, num_blocks, _QUERY_BLOCK, *x_BTx.shape[2:]).swapaxes(0, 1)
+
+    starts = jnp.arange(0, T, _QUERY_BLOCK, dtype=jnp.int32)
+    segments_xBT = None if segment_ids_BT is None else blocks(segment_ids_BT)
+    out_xBTNH = jax.lax.map(lambda args: jax.checkpoint(attend)(*args), (blocks(q_BTNH), segments_xBT, starts))
+    return out_xBTNH.swapaxes(0, 1).reshape(B, T + pad, N, H)[:, :T]
 
 
 def _attend_block(
-    q_BTNH: jax.Array, start: jax.Array, *, k_BTKH: jax.Array, v_BTKH: jax.Array, segment_ids_BT: jax.Array | None
+    q_BTNH: jax.Array,
+    query_segment_BT: jax.Array | None,
+    start: jax.Array,
+    *,
+    k_BTKH: jax.Array,
+    v_BTKH: jax.Array,
+    segment_ids_BT: jax.Array | None,
 ) -> jax.Array:
     """Attention of the queries at `start ...` over all keys. S is the key axis here."""
     B, T, N, H = q_BTNH.shape
     S, K = k_BTKH.shape[1:3]
     query_T = start + jnp.arange(T)
     mask_BTS = (query_T[:, None] >= jnp.arange(S)[None, :])[None]
-    if segment_ids_BT is not None:
-        query_segment_BT = jax.lax.dynamic_slice_in_dim(segment_ids_BT, start, T, axis=1)
+    if segment_ids_BT is not None and query_segment_BT is not None:
         mask_BTS = mask_BTS & (query_segment_BT[:, :, None] == segment_ids_BT[:, None, :])
     q_BTKGH = (q_BTNH * H**-0.5).reshape(B, T, K, N // K, H)
     score_BKGTS = product("btkgh,bskh->bkgts", q_BTKGH, k_BTKH)

@@ -43,6 +43,7 @@ class RolloutConfig:
             ("prefill_chunk", self.prefill_chunk >= 1, ">= 1"),
             ("rounds_per_dispatch", self.rounds_per_dispatch >= 1, ">= 1"),
             ("refill_frac", 0.0 <= self.refill_frac <= 1.0, "in [0, 1]"),
+            ("max_programs", self.max_programs >= 1, ">= 1"),
             ("cache_dtype", self.cache_dtype in ("", "float32", "bfloat16"), "'', 'float32' or 'bfloat16'"),
         )
         for name, ok, expected in checks:

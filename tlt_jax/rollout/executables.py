@@ -15,6 +15,7 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 import jax
+from jax.experimental import serialize_executable
 
 
 @dataclasses.dataclass
@@ -74,10 +75,14 @@ class ExecutablePool:
             return program
 
     def num_bytes(self) -> int:
-        """Bytes of generated code and temporary buffers of the programs in the pool, as XLA states them."""
+        """Bytes of the programs in the pool, as they would be stored, and of their temporary buffers.
+
+        The serialised size counts the code on every platform; XLA's own figure for it is 0 on CPU.
+        """
         total = 0
         for program in self._programs.values():
+            total += len(serialize_executable.serialize(program)[0])
             memory = program.memory_analysis()
             if memory is not None:
-                total += memory.generated_code_size_in_bytes + memory.temp_size_in_bytes
+                total += memory.temp_size_in_bytes
         return total
