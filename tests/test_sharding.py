@@ -8,8 +8,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from benchmarks.parity_models import FAMILIES
-from tests.rollout.tiny import MODEL, lively, tiny_params
-from tlt_jax.models.transformer import compute_logits, forward, init_params, param_shapes
+from tests.rollout.tiny import MODEL, tiny_params
+from tlt_jax.models.transformer import compute_logits, forward, param_shapes
 from tlt_jax.sharding import (
     AXES,
     BATCH,
@@ -126,7 +126,7 @@ def test_publish_is_a_copy_even_into_the_same_sharding():
 
 def test_publish_reshards_and_casts():
     learner_mesh, worker = make_mesh(MeshConfig()), worker_meshes(jax.devices()[4:6], 1)[0]
-    params = lively(init_params(MODEL, jax.random.key(2)))
+    params = tiny_params()
     learner = jax.device_put(params, param_shardings(params, learner_mesh, heads=MODEL.num_kv_heads))
     shardings = param_shardings(params, worker, heads=MODEL.num_kv_heads)
     copy = publish(learner, shardings, 1, dtype="bfloat16").params

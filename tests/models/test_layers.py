@@ -90,7 +90,7 @@ def test_uncached_attention_is_causal_inside_segments():
     np.testing.assert_allclose(layers.attend_uncached(q, k, v, segments, "cpu"), _attention(q, k, v, mask), atol=1e-5)
 
 
-@pytest.mark.parametrize("num_tokens", [8, 11, 16, 17])
+@pytest.mark.parametrize("num_tokens", [11, 16])
 def test_blocks_of_queries_change_nothing(num_tokens, monkeypatch):
     """Values and gradients, for lengths that are whole blocks and for others."""
     q, k, v = _normal(2, num_tokens, 4, 8), _normal(2, num_tokens, 2, 8), _normal(2, num_tokens, 2, 8)
@@ -100,10 +100,10 @@ def test_blocks_of_queries_change_nothing(num_tokens, monkeypatch):
         def loss(q, k, v, ids=ids):
             return jnp.sum(jnp.sin(layers.attend_uncached(q, k, v, ids, "cpu")))
 
-        whole = jax.value_and_grad(loss, (0, 1, 2))(q, k, v)
+        whole = jax.jit(jax.value_and_grad(loss, (0, 1, 2)))(q, k, v)
         with monkeypatch.context() as patch:
             patch.setattr(layers, "_QUERY_BLOCK", 8)
-            blocked = jax.value_and_grad(loss, (0, 1, 2))(q, k, v)
+            blocked = jax.jit(jax.value_and_grad(loss, (0, 1, 2)))(q, k, v)
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), whole, blocked)
 
 

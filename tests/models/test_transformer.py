@@ -157,12 +157,13 @@ def test_a_lower_triangular_block_is_the_default():
 
 def test_features_are_layer_outputs_before_the_final_norm():
     positions = jnp.broadcast_to(jnp.arange(8), (2, 8))
-    out = forward(tiny_params(), MODEL, TOKENS[:, :8], positions, feature_layers=(0, 1))
+    whole = jax.jit(forward, static_argnames=("config", "feature_layers"))
+    out = whole(tiny_params(), MODEL, TOKENS[:, :8], positions, feature_layers=(0, 1))
     assert [f.shape for f in out.features] == [(2, 8, 32)] * 2
     last = np.asarray(out.features[1], np.float64)
     normed = last / np.sqrt((last**2).mean(-1, keepdims=True) + 1e-6) * np.asarray(tiny_params()["final_norm"]["scale"])
     np.testing.assert_allclose(out.hidden, normed, atol=1e-5)
-    cached, _ = forward_cached(
+    cached, _ = jax.jit(forward_cached, static_argnames=("config", "feature_layers"))(
         tiny_params(),
         MODEL,
         TOKENS[:, :8],
@@ -171,7 +172,7 @@ def test_features_are_layer_outputs_before_the_final_norm():
         feature_layers=(0,),
     )
     np.testing.assert_allclose(cached.features[0], out.features[0], atol=1e-5)
-    assert forward(tiny_params(), MODEL, TOKENS[:, :8], positions).features == ()
+    assert jax.eval_shape(lambda: forward(tiny_params(), MODEL, TOKENS[:, :8], positions)).features == ()
 
 
 def test_logits_mask_ids_that_are_no_tokens():

@@ -82,8 +82,7 @@ class RolloutEngine:
         self._device = DeviceRows(model, config, self.mesh, self.pool, self.stats)
         self._in_flight: steps.DecodeOut | None = None
         self._weights: Versioned | None = None
-        self._start_s = time.perf_counter()
-        self._num_done = self._num_tokens_before = 0
+        self.begin()
         self._ids: set[int] = set()  # of the requests in progress
 
     @property
@@ -115,6 +114,15 @@ class RolloutEngine:
         self._weights = weights
         self._device.release()
 
+    def begin(self, start_s: float | None = None) -> None:
+        """Starts a rollout: its clock and the counts of `progress` begin at 0.
+
+        Args:
+          start_s: on the clock of `time.perf_counter`, for workers that start together; default: now.
+        """
+        self._start_s = time.perf_counter() if start_s is None else start_s
+        self._num_done, self._num_tokens_before = 0, self.stats.tokens
+
     def submit(self, requests: Iterable[Request]) -> None:
         """Queues requests, first come first served.
 
@@ -129,9 +137,6 @@ class RolloutEngine:
         ids = {r.request_id for r in requests}
         if len(ids) < len(requests) or ids & self._ids:
             raise ValueError("requests: got a request id twice, expected distinct ids (they seed the noise)")
-        if not self.has_work:
-            self._start_s, self._num_done = time.perf_counter(), 0
-            self._num_tokens_before = self.stats.tokens
         self._ids |= ids
         self._scheduler.waiting.extend(requests)
 
@@ -154,6 +159,7 @@ class RolloutEngine:
             raise ValueError("engine.generate: got requests while others are in progress, expected an idle engine")
         requests = list(requests)
         by_id: dict[int, Completion] = {}
+        self.begin()
         try:
             self.submit(requests)
             while self.has_work:

@@ -30,6 +30,8 @@ class WorkerPool:
     def __init__(self, engines: Sequence[RolloutEngine]):
         if not engines:
             raise ValueError("workers: got no engines, expected at least one")
+        if len({e.worker for e in engines}) < len(engines):
+            raise ValueError(f"workers: got the numbers {[e.worker for e in engines]}, expected each engine its own")
         self.engines = list(engines)
         self.idle_frac = 0.0  # of the last `generate`: share of the workers' time after they had run dry
 
@@ -58,8 +60,10 @@ class WorkerPool:
         """
         if len({r.request_id for r in requests}) != len(requests):
             raise ValueError("requests: got a request id twice, expected distinct ids (they seed the noise)")
-        job = _Job(requests, on_done, on_progress, on_state, len(self.engines))
         start_s = time.perf_counter()
+        for engine in self.engines:
+            engine.begin(start_s)
+        job = _Job(requests, on_done, on_progress, on_state, len(self.engines))
         if len(self.engines) == 1:
             job.serve(self.engines[0])
         else:
