@@ -62,6 +62,9 @@ class SamplingParams:
         for name, ok, expected in checks:
             if not ok:
                 raise ValueError(f"sampling.{name}: got {getattr(self, name)}, expected {expected}")
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)  # "ab" is one string, not two
+        object.__setattr__(self, "stop", stop)
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
 
     @property
     def truncates(self) -> bool:

@@ -268,6 +268,8 @@ def test_bad_ids_and_seeds_are_refused():
     with pytest.raises(ValueError, match="noise: got seed -3"):
         make_engine(seed=-3)
     assert request(1, [4, 5]).prompt_ids == (4, 5)
+    one = SamplingParams(stop="ab", stop_token_ids=[7])
+    assert (one.stop, one.stop_token_ids) == (("ab",), (7,))
 
 
 def test_an_engine_without_weights_says_so():
