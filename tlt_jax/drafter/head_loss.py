@@ -44,6 +44,7 @@ class Rows(NamedTuple):
 
 
 def gather_frozen(target_params: Params, config: DraftConfig, loss: LossConfig, d2t_V: jax.Array | None) -> Frozen:
+    """Takes the rows of the target's head that the loss needs, once for all chunks."""
     head_VD = None if config.form == "eagle3" else draft_head({}, target_params, config, d2t_V)
     full_VD = target_head(target_params, config)
     if d2t_V is None:
