@@ -31,6 +31,9 @@ class CountingEngine:
     def load(self, weights):
         self.weights = weights
 
+    def begin(self, start_s):
+        self.start_s = start_s
+
     def submit(self, requests):
         self.queue.extend(requests)
 
@@ -84,6 +87,7 @@ def test_completions_come_in_the_order_of_the_requests(num_workers):
     assert [p.done for p in progress] == list(range(1, 16)) and progress[-1].waiting == progress[-1].live == 0
     assert sorted(states) == sorted((w, s) for w in range(num_workers) for s in ("BUSY", "IDLE"))
     assert 0.0 <= pool.idle_frac < 1.0
+    assert len({engine.start_s for engine in pool.engines}) == 1  # one clock
 
 
 def test_a_worker_that_runs_dry_is_idle_and_takes_no_work_of_others():
