@@ -94,7 +94,7 @@ def make_batch(config, num_micro, num_rows, num_tokens=8):
     return jax.tree.map(lambda x: np.array(x).reshape(num_micro, num_rows, *x.shape[1:]), batch)
 
 
-SMALL = (LossConfig(logit_weight=1.0, chunk_rows=5), DraftOptimConfig(learning_rate=1e-2))
+SMALL = (LossConfig(logit_weight=1.0, chunk_rows=5), DraftOptimConfig(learning_rate=1e-3))
 
 
 @functools.cache
@@ -112,7 +112,7 @@ def assert_same_step(got, want):
     for name in ("loss", "grad_norm"):
         np.testing.assert_allclose(metrics[name], want_metrics[name], rtol=1e-5)
     for x, y in zip(jax.tree.leaves(state.params), jax.tree.leaves(want_state.params), strict=True):
-        np.testing.assert_allclose(x, y, atol=2e-5)
+        np.testing.assert_allclose(x, y, atol=1e-5)  # Adam's first step makes 1e-3 of any gradient, however small
 
 
 def test_step_does_not_depend_on_how_it_is_cut():
