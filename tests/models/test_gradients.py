@@ -7,7 +7,7 @@ import pytest
 
 from tlt_jax.models.config import ModelConfig
 from tlt_jax.models.layers import product
-from tlt_jax.models.transformer import forward, init_params
+from tlt_jax.models.transformer import forward, init_params, param_shapes
 
 CONFIG = ModelConfig(
     vocab_size=64,
@@ -83,6 +83,15 @@ def test_recomputed_layers_change_neither_value_nor_gradient():
     np.testing.assert_allclose(value, expected, rtol=1e-5)
     for got, want in zip(jax.tree.leaves(grads), jax.tree.leaves(expected_grads), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+
+
+def test_shapes_for_another_platform_need_none_of_its_kernels():
+    """A bf16 model for GPU has its shapes taken, and its segmented forward traced, on a machine without one."""
+    config = ModelConfig(**{**CONFIG.__dict__, "dtype": "bfloat16", "platform": "gpu"})
+    assert param_shapes(config) == param_shapes(CONFIG)
+    ids = jax.ShapeDtypeStruct((2, 16), jnp.int32)
+    grads = jax.eval_shape(jax.grad(lambda *args: _loss(*args, True, config)), param_shapes(config), ids, ids, ids)
+    assert grads == param_shapes(CONFIG)
 
 
 def test_recomputed_layers_save_memory():

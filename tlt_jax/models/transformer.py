@@ -14,6 +14,7 @@ Parameters are a plain nested dict, weights as [out, in]:
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import cast
 
@@ -127,16 +128,20 @@ class _UntiedHead(nn.Module):
 
 def init_params(config: ModelConfig, key: jax.Array, dtype: str = "float32") -> Params:
     """Random parameters, N(0, 0.02), norms at one."""
-    dummy = jnp.zeros((1, 1), jnp.int32)
-    params = jax.jit(lambda k: Transformer(config).init(k, dummy, dummy)["params"])(key)
+    params = jax.jit(lambda k: _init(config, k))(key)
     return jax.tree.map(lambda x: x.astype(dtype), params)
 
 
 def param_shapes(config: ModelConfig, dtype: str = "float32") -> Params:
     """The parameter tree as `jax.ShapeDtypeStruct`, without allocating anything."""
-    dummy = jnp.zeros((1, 1), jnp.int32)
-    shapes = jax.eval_shape(lambda k: Transformer(config).init(k, dummy, dummy)["params"], jax.random.key(0))
+    shapes = jax.eval_shape(lambda k: _init(config, k), jax.random.key(0))
     return jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, dtype), shapes)
+
+
+def _init(config: ModelConfig, key: jax.Array) -> Params:
+    """f32 parameters. Traced with the plain kernels: cuDNN's want a GPU present and more than this one token."""
+    dummy = jnp.zeros((1, 1), jnp.int32)
+    return dict(Transformer(dataclasses.replace(config, platform="cpu")).init(key, dummy, dummy)["params"])
 
 
 def forward(
