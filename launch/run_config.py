@@ -1,7 +1,8 @@
 """The sections of a run's configuration, and the frozen dataclasses they become.
 
 A section of a config file sets fields of the dataclasses beside its name in `SCHEMA`; what it does not name keeps the
-default that stands there. `rl.algorithm` names a preset, whose values then are the defaults of the algorithm's fields.
+default that stands there. `rl.algorithm` and `drafter.preset` name presets, whose values then are the defaults of the
+algorithm's fields and of `drafter.loss`.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from typing import Any
 
 from launch.config import ConfigError, build
 from tlt_jax.checkpoint import CheckpointConfig
+from tlt_jax.drafter.config import loss_preset
+from tlt_jax.drafter.settings import DrafterConfig
 from tlt_jax.rl.algorithms import PRESETS, AlgorithmConfig, check_sampling, preset
 from tlt_jax.rl.evaluate import EvalConfig
 from tlt_jax.rl.loop import LoopConfig
@@ -72,12 +75,18 @@ SCHEMA: dict[str, tuple[type, ...]] = {
     "rollout": (RolloutConfig, SamplingParams, WorkerConfig),
     "rl": (AlgorithmName, AlgorithmConfig, OptimizerConfig, LearnerConfig, LoopConfig),
     "eval": (EvalConfig,),
+    "drafter": (DrafterConfig,),
     "mesh": (MeshConfig,),
     "checkpoint": (CheckpointConfig,),
 }
 
-# What a resumed run may change: it does not change what a step computes, or says how long to go on.
-MAY_CHANGE = ("loop.num_steps", "eval", "checkpoint", "mesh", "workers", "rollout", "learner", "reward.num_workers")
+# What a resumed run may change: it does not change what a step computes, or says how long to go on. Drafters change no
+# token, but a drafter's weights and optimizer state are resumed in the shapes that they have.
+MAY_CHANGE = (
+    *("loop.num_steps", "eval", "checkpoint", "mesh", "workers", "rollout", "learner", "reward.num_workers"),
+    *("drafter.path", "drafter.enabled", "drafter.loss", "drafter.preset", "drafter.optim", "drafter.batch"),
+    "drafter.buffer",
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -95,6 +104,7 @@ class RunConfig:
     learner: LearnerConfig
     loop: LoopConfig
     eval: EvalConfig
+    drafter: DrafterConfig
     mesh: MeshConfig
     checkpoint: CheckpointConfig
 
@@ -124,6 +134,7 @@ def make_run_config(sections: Mapping[str, Mapping[str, Any]]) -> RunConfig:
         learner=learner,
         loop=loop,
         eval=section("eval")[0],
+        drafter=_drafter(sections.get("drafter", {}), sampling),
         mesh=section("mesh")[0],
         checkpoint=section("checkpoint")[0],
     )
@@ -133,3 +144,11 @@ def make_run_config(sections: Mapping[str, Mapping[str, Any]]) -> RunConfig:
     except ValueError as error:
         raise ConfigError(f"config: {error}") from error
     return run
+
+
+def _drafter(section: Mapping[str, Any], sampling: SamplingParams) -> DrafterConfig:
+    """The section over the loss preset that it names, at the temperature of the rollouts."""
+    name = build({k: v for k, v in section.items() if k == "preset"}, "config.drafter", DrafterConfig)[0].preset
+    # Greedy rollouts have no law to match: their drafts are trained at 1.
+    base = DrafterConfig(preset=name, loss=loss_preset(name, temperature=sampling.temperature or 1.0))
+    return build(section, "config.drafter", base)[0]

@@ -1,4 +1,5 @@
 import json
+import threading
 
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +10,10 @@ from tlt_jax.drafter.packing import WindowConfig
 from tlt_jax.types import FeatureTrace
 
 WINDOW = WindowConfig(row_len=8, context_len=2)
+
+
+def draw(buffer, num_rows, seed=0):
+    return buffer.draw(num_rows, WINDOW, np.random.default_rng(seed))
 
 
 def make_trace(request_id, response_len, step, version=0, hidden=False):
@@ -60,7 +65,7 @@ def test_memory_is_bounded_oldest_and_shortest_go_first():
 @pytest.mark.parametrize(("share", "expected"), [(0.0, 0.0), (0.25, 0.25), (0.75, 0.75), (1.0, 1.0)])
 def test_the_share_of_long_responses_is_as_asked(share, expected):
     buffer = filled([[400] * 4, [100] * 16], long_share=share)
-    windows = buffer.draw(400, WINDOW)
+    windows = draw(buffer, 400)
     rows = {is_old: sum(w.num_rows for w in windows if (w.trace.step == 0) == is_old) for is_old in (True, False)}
     assert abs(rows[True] / (rows[True] + rows[False]) - expected) < 0.03
     assert 400 <= rows[True] + rows[False] < 420
@@ -68,31 +73,30 @@ def test_the_share_of_long_responses_is_as_asked(share, expected):
 
 def test_windows_come_from_the_whole_response_and_each_at_most_once():
     buffer = filled([[], [40]])
-    windows = buffer.draw(10_000, WINDOW)
+    windows = draw(buffer, 10_000)
     assert sorted(t for w in windows for t in range(w.first, w.last)) == list(range(2, 41))
-    few = buffer.draw(8, WINDOW)
+    few = draw(buffer, 8)
     assert 1 <= len(few) <= 2
-    firsts = {w.first for _ in range(20) for w in buffer.draw(8, WINDOW)}
+    firsts = {w.first for i in range(20) for w in draw(buffer, 8, seed=i)}
     assert len(firsts) >= 5  # not its end alone
 
 
 def test_either_side_fills_in_for_the_other():
-    assert len(filled([[], [20, 20]], long_share=1.0).draw(30, WINDOW)) >= 4
-    assert len(filled([[20, 20], []], long_share=0.0, long_quantile=0.0).draw(30, WINDOW)) >= 4
-    assert DataBuffer(BufferConfig()).draw(30, WINDOW) == []
+    assert len(draw(filled([[], [20, 20]], long_share=1.0), 30)) >= 4
+    assert len(draw(filled([[20, 20], []], long_share=0.0, long_quantile=0.0), 30)) >= 4
+    assert draw(DataBuffer(BufferConfig()), 30) == []
 
 
 def test_a_restored_buffer_draws_what_the_saved_one_would():
     """C14."""
-    buffer = DataBuffer(BufferConfig(), seed=3)
+    buffer = DataBuffer(BufferConfig())
     for i, n in enumerate((10, 25)):
         buffer.add(make_trace(i, n, 0, hidden=True))
     buffer.start_step(1)
     buffer.add(make_trace(7, 12, 1, version=1, hidden=True))
-    buffer.draw(20, WINDOW)
     meta, arrays = buffer.get_state()
     meta = json.loads(json.dumps(meta))
-    restored = DataBuffer(BufferConfig(), seed=99)
+    restored = DataBuffer(BufferConfig())
     restored.set_state(meta, arrays)
     assert len(restored) == 2 and restored.num_bytes == buffer.num_bytes and restored.step == 1
     for ours, theirs in zip(restored.traces, buffer.traces, strict=True):
@@ -104,11 +108,34 @@ def test_a_restored_buffer_draws_what_the_saved_one_would():
         np.testing.assert_array_equal(ours.features, theirs.features)
         np.testing.assert_array_equal(ours.hidden, theirs.hidden)
         np.testing.assert_array_equal(ours.token_ids, theirs.token_ids)
-    draws = [[(w.trace.request_id, w.first) for w in b.draw(30, WINDOW)] for b in (buffer, restored)]
+    draws = [[(w.trace.request_id, w.first) for w in draw(b, 30)] for b in (buffer, restored)]
     assert draws[0] == draws[1]
     empty = DataBuffer(BufferConfig())
     empty.set_state(*DataBuffer(BufferConfig()).get_state())
     assert len(empty) == 0
+
+
+def test_engines_add_while_a_trainer_draws():
+    """Nothing is lost, and every draw sees whole traces."""
+    buffer, stop = filled([[9, 9]]), threading.Event()
+    buffer.start_step(1)
+    drawn = []
+
+    def train():
+        while not stop.is_set():
+            drawn.extend(w.num_rows for w in draw(buffer, 50))
+
+    trainer = threading.Thread(target=train)
+    traces = [[make_trace(100 * k + i, 6, 1) for i in range(50)] for k in range(3)]
+    engines = [threading.Thread(target=lambda part: [buffer.add(t) for t in part], args=(part,)) for part in traces]
+    for thread in (trainer, *engines):
+        thread.start()
+    for thread in engines:
+        thread.join()
+    stop.set()
+    trainer.join()
+    assert len(buffer) == 152 and buffer.num_bytes == sum(t.num_bytes for t in buffer.traces)
+    assert drawn and all(1 <= n <= 8 for n in drawn)
 
 
 def test_bad_settings_are_refused():

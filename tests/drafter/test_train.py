@@ -6,10 +6,12 @@ import numpy as np
 import pytest
 
 from tests.drafter.shapes import make, random_inputs
+from tlt_jax.drafter.buffer import BufferConfig, DataBuffer
 from tlt_jax.drafter.config import LossConfig
 from tlt_jax.drafter.loss import DraftBatch
-from tlt_jax.drafter.packing import WindowConfig, cut_windows, make_batches
-from tlt_jax.drafter.train import DraftOptimConfig, make_draft_trainer
+from tlt_jax.drafter.packing import BatchConfig, WindowConfig, cut_windows, make_batches
+from tlt_jax.drafter.train import DraftOptimConfig, expected_rounds, make_draft_trainer
+from tlt_jax.drafter.unroll import valid_rows
 from tlt_jax.models import transformer
 from tlt_jax.sharding import MeshConfig, make_mesh
 from tlt_jax.types import FeatureTrace
@@ -48,6 +50,10 @@ def make_batches_of(target_params, num_sequences=16, seed=0):
 LOSS = LossConfig(logit_weight=1.0, chunk_rows=64)
 
 
+def accept_len(metrics):
+    return float(metrics["committed"] / metrics["rounds"])
+
+
 def test_a_drafter_learns_its_target_and_only_the_drafter_changes():
     """Top-1 agreement and the accept length of a chain rise in 100 steps; the target's parameters stay to the bit."""
     config, draft_params, target_params = make()
@@ -63,7 +69,7 @@ def test_a_drafter_learns_its_target_and_only_the_drafter_changes():
     last = trainer.evaluate(state.params, target_params, held_out)
     assert int(state.step) == 100 and float(metrics["is_applied"]) == 1.0
     assert float(last["top1"][0]) > float(first["top1"][0]) + 0.2
-    assert float(last["accept_len"]) > float(first["accept_len"]) + 0.2
+    assert accept_len(last) > accept_len(first) + 0.2
     assert metrics["top1"].shape == (1,) and last["top1"].shape == (2,)
     assert float(last["accept"][0]) <= float(last["overlap"][0]) + 0.03  # no coupling beats the overlap
     for got, want in zip(jax.tree.leaves(target_params), jax.tree.leaves(before), strict=True):
@@ -148,3 +154,51 @@ def test_a_bad_gradient_changes_nothing():
 def test_bad_settings_are_refused():
     with pytest.raises(ValueError, match="above warmup_steps"):
         DraftOptimConfig(warmup_steps=10, total_steps=5)
+
+
+def test_a_batch_comes_from_the_buffer_in_one_fixed_shape():
+    """None where there is nothing to train on; the tokens of a step are counted, for merges to weigh by."""
+    config, draft_params, target_params = make()
+    shape = BatchConfig(row_len=8, context_len=2, num_rows=2, num_micro=2)
+    trainer = make_draft_trainer(config, *SMALL, batch=shape)
+    buffer, rng = DataBuffer(BufferConfig()), np.random.default_rng(0)
+    assert trainer.make_batch(buffer, rng) is None
+    tokens = rng.integers(0, 96, 9).astype(np.int32)
+    features = rng.standard_normal((8, 32)).astype(jnp.bfloat16)
+    for i in range(3):
+        buffer.add(FeatureTrace(request_id=i, token_ids=tokens, prompt_len=4, features=features))
+        batch = trainer.make_batch(buffer, rng)
+        assert batch.tokens.shape == (2, 2, 8) and batch.features.shape == (2, 2, 8, 32)
+        assert batch.mask.sum() == 4 * (i + 1)
+    state, _ = trainer.step(trainer.init(draft_params), target_params, batch)
+    assert (int(state.step), int(state.tokens)) == (1, 12)
+
+
+def simulate_rounds(accept_UT, mask_T, segment_T, rng):
+    """Rounds that chains need, drawn draft by draft."""
+    rounds, t = 0, 0
+    while t < len(mask_T):
+        if not mask_T[t]:
+            t += 1
+            continue
+        rounds += 1
+        k, segment = 0, segment_T[t]
+        while k < len(accept_UT) and t + k < len(mask_T) and rng.random() < accept_UT[k, t + k]:
+            k += 1
+        t += k + 1
+        while t < len(mask_T) and segment_T[t - 1] == segment and segment_T[t] != segment and not mask_T[t]:
+            t += 1
+    return rounds
+
+
+def test_expected_rounds_are_the_mean_of_simulated_ones():
+    rng = np.random.default_rng(0)
+    segments = np.array([[1] * 9 + [2] * 7 + [0] * 2])
+    mask = np.array([[0, 0, 1, 1, 1, 1, 1, 1, 0, 0, 1, 1, 1, 1, 1, 0, 0, 0]], bool)
+    accept = rng.uniform(0.3, 1.0, (3, 1, 18)) * np.asarray(valid_rows(mask, segments, 3))
+    got = expected_rounds(jnp.asarray(accept), jnp.asarray(mask), jnp.asarray(segments))
+    counts = [simulate_rounds(accept[:, 0], mask[0], segments[0], rng) for _ in range(20_000)]
+    np.testing.assert_allclose(got, np.mean(counts), atol=4 * np.std(counts) / 20_000**0.5)
+    sure = expected_rounds(jnp.asarray(valid_rows(mask, segments, 3), jnp.float32), jnp.asarray(mask), segments)
+    assert float(sure) == 4.0  # six rows in runs of four, five in runs of four
+    assert float(expected_rounds(jnp.zeros((3, 1, 18)), jnp.asarray(mask), segments)) == 11.0

@@ -27,6 +27,21 @@ def test_a_preset_gives_the_defaults_of_the_algorithm_and_keys_change_them():
     assert _make().algorithm.kl_coef == 0.04
 
 
+def test_a_drafters_preset_gives_the_defaults_of_its_loss_at_the_rollouts_temperature():
+    run = _make(
+        rollout={"temperature": 0.7},
+        drafter={"preset": "hass", "loss": {"step_decay": 0.5}, "optim": {"learning_rate": 1e-3}, "enabled": True},
+    )
+    loss = run.drafter.loss
+    assert (loss.num_steps, loss.step_decay, loss.logit_loss, loss.temperature) == (3, 0.5, "soft_ce", 0.7)
+    assert (run.drafter.optim.learning_rate, run.drafter.optim.b2) == (1e-3, 0.95)
+    assert _make().drafter.loss.logit_loss == "coupling" and not _make().drafter.enabled
+    assert _make(rollout={"temperature": 0.0}).drafter.loss.temperature == 1.0
+    assert _make(drafter={"loss": {"temperature": 0.9}}).drafter.loss.temperature == 0.9
+    eagle3 = _make(drafter={"form": "eagle3", "preset": "eagle3"}).drafter
+    assert (eagle3.loss.num_steps, eagle3.loss.feature_weight) == (7, 0.0)
+
+
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
@@ -36,6 +51,10 @@ def test_a_preset_gives_the_defaults_of_the_algorithm_and_keys_change_them():
         ({"rollout": {"top_p": 0.9}}, r"top_p"),
         ({"model": {}}, r"model.path: got '', expected a Hugging Face directory or a name"),
         ({"model": {"path": "m", "dtype": "int8"}}, r"model.dtype: got 'int8', expected 'float32' or 'bfloat16'"),
+        ({"drafter": {"preset": "eagel"}}, r"drafter.loss: got preset 'eagel', expected one of eagle, hass"),
+        ({"drafter": {"form": "eagle3"}}, r"drafter.loss.feature_weight: got 1.0 with form eagle3, expected 0"),
+        ({"drafter": {"loss": {"num_stpes": 2}}}, r"drafter.loss.num_stpes: unknown key; did you mean .*num_steps"),
+        ({"drafter": {"batch": {"num_rows": 0}}}, r"drafter.batch: got num_rows 0"),
         ({"rollout": {"num_workers": 0}}, r"rollout.num_workers: got 0, expected >= 1"),
         (
             {"rollout": {"temprature": 0.5}},

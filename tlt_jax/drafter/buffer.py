@@ -3,6 +3,8 @@
 The responses that finish early are the short ones, and a drafter trained on them alone would be worst where it is
 needed most. So the buffer holds what this step has finished so far, and the long responses of the step before.
 
+Engine threads may `add` while a trainer's thread draws.
+
 Life of a step: `start_step` lets go of everything but the last step's long responses; `add` takes responses as they
 finish; `draw` gives windows, a set share of their rows from the long ones. Memory is bounded: where `max_bytes` is
 reached the oldest step's shortest responses go first.
@@ -13,8 +15,8 @@ head of the policy in use: for the last step's traces one update newer, which is
 
 from __future__ import annotations
 
-import copy
 import dataclasses
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -50,33 +52,37 @@ class BufferConfig:
 
 
 class DataBuffer:
-    """Traces of this step and the last; one thread's."""
+    """Traces of this step and the last; every method may be called from any thread."""
 
-    def __init__(self, config: BufferConfig, seed: int = 0):
+    def __init__(self, config: BufferConfig):
         self.config = config
         self.step = 0
         self.num_evicted = 0
         self._traces: list[FeatureTrace] = []
-        self._rng = np.random.default_rng(seed)
+        self._num_bytes = 0
+        self._lock = threading.RLock()
 
     def __len__(self) -> int:
         return len(self._traces)
 
     @property
     def traces(self) -> tuple[FeatureTrace, ...]:
-        return tuple(self._traces)
+        with self._lock:
+            return tuple(self._traces)
 
     @property
     def num_bytes(self) -> int:
-        return sum(trace.num_bytes for trace in self._traces)
+        return self._num_bytes
 
     def start_step(self, step: int) -> None:
         """Keeps the long responses of step - 1, and nothing else."""
-        last = [trace for trace in self._traces if trace.step == step - 1]
-        if last:
-            bound = np.quantile([trace.response_len for trace in last], self.config.long_quantile)
-            last = [trace for trace in last if trace.response_len >= bound]
-        self._traces, self.step = last, step
+        with self._lock:
+            last = [trace for trace in self._traces if trace.step == step - 1]
+            if last:
+                bound = np.quantile([trace.response_len for trace in last], self.config.long_quantile)
+                last = [trace for trace in last if trace.response_len >= bound]
+            self._set(last)
+            self.step = step
 
     def add(self, trace: FeatureTrace) -> None:
         """Takes a finished response of this step.
@@ -84,58 +90,69 @@ class DataBuffer:
         Raises:
           ValueError: a trace of another step.
         """
-        if trace.step != self.step:
-            raise ValueError(f"drafter buffer: got a trace of step {trace.step} in step {self.step}: start_step first")
-        self._traces.append(trace)
-        excess = self.num_bytes - self.config.max_bytes
+        with self._lock:
+            if trace.step != self.step:
+                raise ValueError(
+                    f"drafter buffer: got a trace of step {trace.step} in step {self.step}: start_step first"
+                )
+            self._set([*self._traces, trace])
+            self._evict()
+
+    def _set(self, traces: list[FeatureTrace]) -> None:
+        self._traces = traces
+        self._num_bytes = sum(trace.num_bytes for trace in traces)
+
+    def _evict(self) -> None:
+        excess = self._num_bytes - self.config.max_bytes
         if excess <= 0:
             return
-        for victim in sorted(self._traces, key=lambda t: (t.step, t.response_len)):
+        victims: set[int] = set()
+        for trace in sorted(self._traces, key=lambda t: (t.step, t.response_len)):
             if excess <= 0:
                 break
-            self._traces.remove(victim)
-            self.num_evicted += 1
-            excess -= victim.num_bytes
+            victims.add(id(trace))
+            excess -= trace.num_bytes
+        if victims:
+            self.num_evicted += len(victims)
+            self._set([trace for trace in self._traces if id(trace) not in victims])
 
-    def draw(self, num_rows: int, window: WindowConfig) -> list[Window]:
+    def draw(self, num_rows: int, window: WindowConfig, rng: np.random.Generator) -> list[Window]:
         """Windows of about `num_rows` rows in random order, each at most once; fewer if the buffer has no more."""
+        with self._lock:
+            traces, step = self._traces, self.step  # the list is replaced, never changed
         old, new = (
-            self._shuffled([w for t in self._traces if (t.step < self.step) == is_old for w in cut_windows(t, window)])
+            _shuffled([w for t in traces if (t.step < step) == is_old for w in cut_windows(t, window)], rng)
             for is_old in (True, False)
         )
         rows_old, rows_new = (sum(w.num_rows for w in windows) for windows in (old, new))
         want_old = max(self.config.long_share * num_rows, num_rows - rows_new)
         taken_old = _take(old, min(want_old, rows_old))
         taken_new = _take(new, num_rows - sum(w.num_rows for w in taken_old))
-        return self._shuffled(taken_old + taken_new)
-
-    def _shuffled(self, windows: list[Window]) -> list[Window]:
-        return [windows[i] for i in self._rng.permutation(len(windows))]
+        return _shuffled(taken_old + taken_new, rng)
 
     def get_state(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         """What a checkpoint holds: a JSON object, and few large arrays."""
+        with self._lock:
+            kept, step, num_evicted = self._traces, self.step, self.num_evicted
         names = ("request_id", "prompt_len", "start", "step", "policy_version")
         traces = [
             {name: int(getattr(t, name)) for name in names} | {"num_tokens": len(t.token_ids), "rows": len(t.features)}
-            for t in self._traces
+            for t in kept
         ]
-        meta = {"step": self.step, "num_evicted": self.num_evicted, "traces": traces}
-        meta["rng"] = copy.deepcopy(self._rng.bit_generator.state)
-        if not self._traces:
+        meta = {"step": step, "num_evicted": num_evicted, "traces": traces}
+        if not kept:
             return meta, {}
         arrays = {
-            "token_ids": np.concatenate([t.token_ids for t in self._traces]).astype(np.int32),
-            "features": np.concatenate([t.features for t in self._traces]),
+            "token_ids": np.concatenate([t.token_ids for t in kept]).astype(np.int32),
+            "features": np.concatenate([t.features for t in kept]),
         }
-        if self._traces[0].hidden is not None:
-            arrays["hidden"] = np.concatenate([t.hidden for t in self._traces if t.hidden is not None])
+        if kept[0].hidden is not None:
+            arrays["hidden"] = np.concatenate([t.hidden for t in kept if t.hidden is not None])
         return meta, arrays
 
     def set_state(self, meta: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
-        """Becomes the buffer that `get_state` described: same traces, same next draw."""
-        self.step, self.num_evicted = meta["step"], meta["num_evicted"]
-        self._rng.bit_generator.state = meta["rng"]
-        self._traces = []
+        """Becomes the buffer that `get_state` described."""
+        traces = []
         token, row = 0, 0
         for fields in meta["traces"]:
             fields = dict(fields)
@@ -144,8 +161,15 @@ class DataBuffer:
                 name: np.array(arrays[name][row : row + num_rows]) for name in ("features", "hidden") if name in arrays
             }
             token_ids = np.array(arrays["token_ids"][token : token + num_tokens])
-            self._traces.append(FeatureTrace(token_ids=token_ids, **fields, **parts))
+            traces.append(FeatureTrace(token_ids=token_ids, **fields, **parts))
             token, row = token + num_tokens, row + num_rows
+        with self._lock:
+            self.step, self.num_evicted = meta["step"], meta["num_evicted"]
+            self._set(traces)
+
+
+def _shuffled(windows: list[Window], rng: np.random.Generator) -> list[Window]:
+    return [windows[i] for i in rng.permutation(len(windows))]
 
 
 def _take(windows: Sequence[Window], num_rows: float) -> list[Window]:

@@ -38,8 +38,28 @@ class WindowConfig:
     def __post_init__(self):
         if self.row_len < 3 or not 0 <= self.context_len <= self.row_len - 2:
             raise ValueError(
-                f"drafter.window: got row_len {self.row_len} and context_len {self.context_len}, expected a context "
+                f"drafter.batch: got row_len {self.row_len} and context_len {self.context_len}, expected a context "
                 "that leaves at least two rows of a row of three or more"
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BatchConfig(WindowConfig):
+    """The fixed shape [A,B,T] of an optimizer step, and how traces are cut for it; T is `row_len`.
+
+    Attributes:
+      num_rows: B, rows of a micro-batch.
+      num_micro: A, micro-batches of an optimizer step.
+    """
+
+    num_rows: int = 8
+    num_micro: int = 1
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.num_rows < 1 or self.num_micro < 1:
+            raise ValueError(
+                f"drafter.batch: got num_rows {self.num_rows} and num_micro {self.num_micro}, expected both >= 1"
             )
 
 

@@ -1,5 +1,15 @@
 """The drafter's optimizer step, jitted, with donated state and fixed shapes.
 
+What a caller does, who decides when and on what thread:
+
+    trainer = make_draft_trainer(config, loss, optim, batch=..., d2t=...)
+    state = trainer.init(draft_params)                  # or a restore into `trainer.shapes`
+    batch = trainer.make_batch(buffer, rng)             # host only; None while the buffer has nothing to train on
+    state, metrics = trainer.step(state, target_params, batch)
+
+One step is the unit that a preemption may cost: it is never cut. `state.params` is what `decode.prepare` takes, valid
+until the next step, which donates it: publish a copy. `state.tokens` counts what a merge of several trainers weighs by.
+
 Life of `step(state, target_params, batch)`:
 1. Supervised rows are counted over all micro-batches: the denominator of everything below.
 2. Micro-batches are worked off one after the other; their gradients add up to that of their union.
@@ -18,13 +28,15 @@ from typing import Any, NamedTuple, cast
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
+from tlt_jax.drafter.buffer import DataBuffer
 from tlt_jax.drafter.config import DraftConfig, LossConfig
 from tlt_jax.drafter.loss import DraftBatch, count_rows, draft_loss
-from tlt_jax.drafter.model import draft_param_shapes, frozen_params
-from tlt_jax.drafter.unroll import valid_rows
+from tlt_jax.drafter.model import check_map, draft_param_shapes, frozen_params
+from tlt_jax.drafter.packing import BatchConfig, make_batches
 from tlt_jax.sharding import param_shardings, replicated
 from tlt_jax.types import Params
 
@@ -90,6 +102,7 @@ class DraftState:
     params: Params  # f32 master weights, trainable only
     opt_state: Any
     step: jax.Array  # i32[] optimizer steps applied
+    tokens: jax.Array  # i32[] supervised rows that those steps were taken on
 
 
 class DraftTrainer(NamedTuple):
@@ -97,18 +110,20 @@ class DraftTrainer(NamedTuple):
 
     Attributes:
       init: draft_params -> state; copies, in f32, so that the caller's parameters survive donation.
-      step: (state, target_params, batch, d2t=None) -> (state, metrics); donates the state. `batch` is a `DraftBatch`
-        of [A,B,T] arrays. Metrics: f32[] `loss`, `grad_norm`, `is_applied`, and f32[U] by unroll step: `rows` and
-        means over them of `feature_loss`, `logit_loss`, `top1`, `top3`, `overlap`, `accept`.
-      evaluate: (draft_params, target_params, batch, d2t=None) -> metrics of drafting `eval_steps` tokens: as above,
-        under the target's whole law, and f32[] `accept_len`, the mean number of tokens that a chain of that many
-        drafts commits per target forward, from every row that has as many rows after it.
+      step: (state, target_params, batch) -> (state, metrics); donates the state. `batch` is a `DraftBatch` of [A,B,T]
+        arrays. Metrics: f32[] `loss`, `grad_norm`, `is_applied`, and f32[U] by unroll step: `rows` and means over them
+        of `feature_loss`, `logit_loss`, `top1`, `top3`, `overlap`, `accept`.
+      evaluate: (draft_params, target_params, batch) -> metrics of drafting `eval_steps` tokens: as above, under the
+        target's whole law, and f32[] `committed` and `rounds`, whose ratio is the accept length of chains of that many
+        drafts.
+      make_batch: (buffer, rng) -> a batch of host arrays, or None where the buffer has no row to supervise.
       shapes: the state as `ShapeDtypeStruct`s, with shardings where there is a mesh.
     """
 
     init: Callable[[Params], DraftState]
-    step: Callable[..., tuple[DraftState, dict[str, jax.Array]]]
-    evaluate: Callable[..., dict[str, jax.Array]]
+    step: Callable[[DraftState, Params, DraftBatch], tuple[DraftState, dict[str, jax.Array]]]
+    evaluate: Callable[[Params, Params, DraftBatch], dict[str, jax.Array]]
+    make_batch: Callable[[DataBuffer, np.random.Generator], DraftBatch | None]
     shapes: DraftState
 
 
@@ -117,6 +132,8 @@ def make_draft_trainer(
     loss: LossConfig,
     optim: DraftOptimConfig,
     *,
+    batch: BatchConfig | None = None,
+    d2t: np.ndarray | None = None,
     seed: int = 0,
     eval_steps: int = 5,
     mesh: Mesh | None = None,
@@ -127,26 +144,36 @@ def make_draft_trainer(
       config: the drafter.
       loss: what it is trained for.
       optim: how.
+      batch: the shape of what `make_batch` makes; None takes the default.
+      d2t: map of a reduced draft vocabulary.
       seed: of the feature noise.
       eval_steps: drafts in a chain that `evaluate` looks at.
       mesh: devices of this worker, axes `data`, `fsdp`, `tensor`; None is one device. B is split over the first two.
+
+    Raises:
+      ValueError: a map that is missing or of another size.
     """
-    optimizer = _make_optimizer(optim)
+    check_map(config, d2t)
+    optimizer, shape = _make_optimizer(optim), batch or BatchConfig()
 
     def init(draft_params: Params) -> DraftState:
         params = jax.tree.map(lambda x: jnp.array(x, jnp.float32), draft_params)
-        return DraftState(params=params, opt_state=optimizer.init(params), step=jnp.int32(0))
+        return DraftState(params=params, opt_state=optimizer.init(params), step=jnp.int32(0), tokens=jnp.int32(0))
 
     def step(state: DraftState, frozen: Params, batch: DraftBatch, d2t_V: jax.Array | None):
         key = jax.random.fold_in(jax.random.key(seed), state.step)
         grads, metrics = _accumulate(state.params, frozen, config, loss, batch, d2t_V, optim.feature_noise, key)
-        state, applied = _apply(optimizer, state, grads)
+        state, applied = _apply(optimizer, state, grads, metrics["rows"][0])
         return state, metrics | applied
 
     eval_loss = dataclasses.replace(loss, num_steps=eval_steps, full_target=True)
 
     def evaluate(params: Params, frozen: Params, batch: DraftBatch, d2t_V: jax.Array | None):
         return _evaluate(params, frozen, config, eval_loss, batch, d2t_V)
+
+    def make_batch(buffer: DataBuffer, rng: np.random.Generator) -> DraftBatch | None:
+        windows = buffer.draw(shape.num_micro * shape.num_rows * shape.row_len, shape, rng)
+        return next(make_batches(windows, shape.num_micro, shape.num_rows, shape.row_len), None)
 
     shapes = jax.eval_shape(init, draft_param_shapes(config))
     init_fn, step_fn = jax.jit(init), jax.jit(step, donate_argnums=0)
@@ -159,8 +186,9 @@ def make_draft_trainer(
     eval_fn = jax.jit(evaluate)
     return DraftTrainer(
         init=init_fn,
-        step=lambda state, target, batch, d2t=None: step_fn(state, frozen_params(target), batch, d2t),
-        evaluate=lambda params, target, batch, d2t=None: eval_fn(params, frozen_params(target), batch, d2t),
+        step=lambda state, target, batch: step_fn(state, frozen_params(target), batch, d2t),
+        evaluate=lambda params, target, batch: eval_fn(params, frozen_params(target), batch, d2t),
+        make_batch=make_batch,
         shapes=shapes,
     )
 
@@ -193,7 +221,7 @@ def _state_shardings(
     opt_state = optax.tree.map_params(
         optimizer, lambda _, sharding: sharding, shapes.opt_state, params, transform_non_params=lambda _: one
     )
-    return DraftState(params=params, opt_state=opt_state, step=cast(Any, one))
+    return DraftState(params=params, opt_state=opt_state, step=cast(Any, one), tokens=cast(Any, one))
 
 
 def _accumulate(
@@ -234,7 +262,7 @@ def _means(sums: dict[str, jax.Array]) -> dict[str, jax.Array]:
 
 
 def _apply(
-    optimizer: optax.GradientTransformation, state: DraftState, grads: Params
+    optimizer: optax.GradientTransformation, state: DraftState, grads: Params, num_rows: jax.Array
 ) -> tuple[DraftState, dict[str, jax.Array]]:
     """One optimizer step, or none where the gradient is not finite."""
     grad_norm = optax.global_norm(grads)
@@ -245,7 +273,8 @@ def _apply(
     params, opt_state = jax.tree.map(
         lambda new, old: jnp.where(is_finite, new, old), new, (state.params, state.opt_state)
     )
-    state = DraftState(params=params, opt_state=opt_state, step=state.step + is_finite.astype(jnp.int32))
+    one, num = is_finite.astype(jnp.int32), jnp.where(is_finite, num_rows, 0.0).astype(jnp.int32)
+    state = DraftState(params=params, opt_state=opt_state, step=state.step + one, tokens=state.tokens + num)
     return state, {"grad_norm": grad_norm, "is_applied": is_finite.astype(jnp.float32)}
 
 
@@ -257,19 +286,39 @@ def _evaluate(
     batch: DraftBatch,
     d2t_V: jax.Array | None,
 ) -> dict[str, jax.Array]:
-    T = batch.tokens.shape[-1]
     flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), batch)
     counts_U = count_rows(flat.mask, flat.segment_ids, loss.num_steps)
     value, sums = draft_loss(params, frozen, config, loss, flat, counts_U, d2t_V)
-    accept_UBT = sums.pop("accept_rows")
-    # A chain from row p is accepted up to draft k with the product of a(x) at rows p ... p+k-1 of steps 0 ... k-1.
-    run_BT = jnp.ones(accept_UBT.shape[1:])
-    committed_BT = jnp.ones_like(run_BT)  # the token that the target adds itself
-    for u in range(loss.num_steps):
-        run_BT = run_BT * jnp.pad(accept_UBT[u, :, u:], ((0, 0), (0, u)))
-        committed_BT += run_BT
-    last = loss.num_steps - 1
-    valid_BT = valid_rows(flat.mask, flat.segment_ids, loss.num_steps)[last]
-    start_BT = jnp.pad(valid_BT[:, last:], ((0, 0), (0, min(last, T))))
-    accept_len = jnp.sum(jnp.where(start_BT, committed_BT, 0.0)) / jnp.maximum(jnp.sum(start_BT), 1)
-    return {"loss": value, "accept_len": accept_len} | _means(sums)
+    rounds = expected_rounds(sums.pop("accept_rows"), flat.mask, flat.segment_ids)
+    committed = jnp.sum(flat.mask, dtype=jnp.float32)
+    return {"loss": value, "rounds": rounds, "committed": committed} | _means(sums)
+
+
+def expected_rounds(accept_UBT: jax.Array, mask_BT: jax.Array, segment_ids_BT: jax.Array) -> jax.Array:
+    """f32[], target forwards that chains of U drafts are expected to need for all supervised rows.
+
+    A round at row t drafts the tokens of rows t, t+1, ...: draft k is accepted with a(x) at row t+k of step k, and the
+    next round begins at the row after the first that is not, whose token the target added itself. Noise of different
+    positions is independent, so the chances that a round begins at each row follow from one another.
+
+    Args:
+      accept_UBT: a(x) by step; 0 where the row is not supervised at that step.
+      mask_BT: supervised rows.
+      segment_ids_BT: of packed windows; each begins with a round of its own.
+    """
+    U, B, _ = accept_UBT.shape
+    before_BT = jnp.pad(mask_BT & (segment_ids_BT == jnp.roll(segment_ids_BT, -1, axis=1)), ((0, 0), (1, 0)))[:, :-1]
+    first_BT = mask_BT & ~before_BT
+    ahead_UBT = jnp.stack([jnp.pad(accept_UBT[k, :, k:], ((0, 0), (0, k))) for k in range(U)])
+    run_UBT = jnp.cumprod(ahead_UBT, axis=0)  # chance that drafts 0 ... k are all accepted
+    kept_UBT = jnp.concatenate([jnp.ones_like(run_UBT[:1]), run_UBT])
+    stops_UBT = kept_UBT - jnp.concatenate([run_UBT, jnp.zeros_like(run_UBT[:1])])  # exactly k of them, k = 0 ... U
+
+    def step(begin_UB, xs):  # chances that a round begins at this row, the next, ...
+        first_B, mask_B, stops_UB = xs
+        begin_B = jnp.where(first_B, 1.0, begin_UB[0]) * mask_B
+        begin_UB = jnp.concatenate([begin_UB[1:], jnp.zeros((1, B))]) + begin_B * stops_UB
+        return begin_UB, jnp.sum(begin_B)
+
+    xs = (first_BT.T, mask_BT.T, stops_UBT.transpose(2, 0, 1))
+    return jnp.sum(jax.lax.scan(step, jnp.zeros((U + 1, B)), xs)[1])
