@@ -247,6 +247,7 @@ class Outcome:
 class Policy(NamedTuple):
     """Pure functions of one policy."""
 
+    arms: Callable[[int], tuple[Strategy, ...]]  # what may be chosen at a live batch, with a drafter or without
     init: Callable[[], State]
     select: Callable[[State, Situation], tuple[Choice, State]]
     update: Callable[[State, Outcome], State]

@@ -175,6 +175,7 @@ class DraftModel(NamedTuple):
       logits: (weights, params, h [B,T,D]) -> f32[B,T,Vd] over the draft vocabulary.
       target_ids: draft ids -> target ids.
       vocab_size: Vd.
+      init_cache: (rows, slots, dtype) -> an empty layer cache.
       feature_layers: target layers whose outputs, side by side, are the features; empty for the final hidden state.
     """
 
@@ -182,4 +183,5 @@ class DraftModel(NamedTuple):
     logits: Callable[[Any, Params, Any], Any]
     target_ids: Callable[[Any], Any]
     vocab_size: int
+    init_cache: Callable[[int, int, str], Any]
     feature_layers: tuple[int, ...] = ()

@@ -18,6 +18,7 @@ from tlt_jax.models.transformer import param_shapes
 from tlt_jax.rl.batch import MicroBatch
 from tlt_jax.rl.steps import make_steps
 from tlt_jax.rollout import sampling, steps
+from tlt_jax.rollout.memory import Memory
 from tlt_jax.sharding import make_mesh, param_shardings, worker_meshes
 
 CONFIGS = sorted(
@@ -138,12 +139,15 @@ def _lower_decode(run: RunConfig, model: ModelConfig) -> export.Exported:
         sampling=law,
     )
 
-    def decode(params, cache, rows, max_rounds, exit_live):
-        return steps.decode(params, model, run.rollout.rounds_per_dispatch, False, cache, rows, max_rounds, exit_live)
+    def decode(params, memory, rows, max_rounds, exit_live):
+        num_rounds = run.rollout.rounds_per_dispatch
+        return steps.decode(params, model, (), num_rounds, False, memory, rows, max_rounds, exit_live)
 
     cache = cache_shapes(model, B, run.rollout.max_len, run.model.dtype)
     count = jax.ShapeDtypeStruct((), "int32")
-    return export.export(jax.jit(decode, donate_argnums=1), platforms=["cuda"])(params, cache, rows, count, count)
+    return export.export(jax.jit(decode, donate_argnums=1), platforms=["cuda"])(
+        params, Memory(target=cache), rows, count, count
+    )
 
 
 @pytest.mark.slow

@@ -217,7 +217,7 @@ def test_progress_and_counts(engine):
 def test_an_idle_engine_holds_no_cache(engine):
     engine.generate(MIXED)
     assert not engine.has_work
-    assert engine._device.cache is None and not engine._device.prefixes
+    assert engine._device.memory is None and not engine._device.prefixes
 
 
 @pytest.mark.parametrize(

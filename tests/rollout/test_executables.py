@@ -11,6 +11,7 @@ from tlt_jax.models.cache import cache_bytes, cache_shapes, put_row
 from tlt_jax.rollout import steps
 from tlt_jax.rollout.config import RolloutConfig
 from tlt_jax.rollout.executables import ExecutablePool
+from tlt_jax.rollout.memory import Memory
 from tlt_jax.rollout.sampling import SamplingArrays
 
 
@@ -143,7 +144,7 @@ def _decode_shapes(num_rows, capacity):
     )
     params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tiny.tiny_params())
     scalar = jax.ShapeDtypeStruct((), "int32")
-    return params, cache_shapes(tiny.MODEL, num_rows, capacity, "float32"), rows, scalar, scalar
+    return params, Memory(target=cache_shapes(tiny.MODEL, num_rows, capacity, "float32")), rows, scalar, scalar
 
 
 def test_no_program_copies_the_cache():
@@ -151,8 +152,8 @@ def test_no_program_copies_the_cache():
     num_rows, capacity = 4, 4096
     num_bytes = cache_bytes(tiny.MODEL, num_rows, capacity, "float32")
 
-    def decode(params, cache, rows, max_rounds, exit_live):
-        return steps.decode(params, tiny.MODEL, 4, False, cache, rows, max_rounds, exit_live)
+    def decode(params, memory, rows, max_rounds, exit_live):
+        return steps.decode(params, tiny.MODEL, (), 4, False, memory, rows, max_rounds, exit_live)
 
     shapes = _decode_shapes(num_rows, capacity)
     program = jax.jit(decode, donate_argnums=1).lower(*shapes).compile()
@@ -162,7 +163,7 @@ def test_no_program_copies_the_cache():
     assert f"f32[{num_rows},2,8,{capacity}]{{3,2,1,0}} copy(" not in program.as_text()
 
     source, row = cache_shapes(tiny.MODEL, 1, 1024, "float32"), jax.ShapeDtypeStruct((), "int32")
-    memory = jax.jit(put_row, donate_argnums=0).lower(shapes[1], source, row).compile().memory_analysis()
+    memory = jax.jit(put_row, donate_argnums=0).lower(shapes[1].target, source, row).compile().memory_analysis()
     assert memory.alias_size_in_bytes >= num_bytes and memory.temp_size_in_bytes < num_bytes / 100
 
 

@@ -14,6 +14,7 @@ from tlt_jax.drafter.model import draft_forward_cached, init_draft_params
 from tlt_jax.models.cache import LayerCache, init_cache
 from tlt_jax.models.transformer import forward, forward_cached
 from tlt_jax.rollout import speculate as spec
+from tlt_jax.rollout.memory import Memory
 from tlt_jax.rollout.noise import request_key
 from tlt_jax.rollout.sampling import SamplingArrays
 from tlt_jax.rollout.steps import MAX_STOP_IDS, Rows
@@ -57,7 +58,13 @@ def table_drafter(answers_BS: np.ndarray, strength: float) -> DraftModel:
         own = jax.random.gumbel(jax.random.key(3), (256, tiny.VOCAB))[position]
         return own + strength * jax.nn.one_hot(right, tiny.VOCAB)
 
-    return DraftModel(apply, logits, lambda ids: ids, tiny.VOCAB)
+    return DraftModel(
+        apply,
+        logits,
+        lambda ids: ids,
+        tiny.VOCAB,
+        lambda rows, slots, dtype: init_cache(tiny.MODEL, rows, slots, dtype)[0],
+    )
 
 
 def answers() -> np.ndarray:
@@ -68,7 +75,7 @@ def answers() -> np.ndarray:
     return rows
 
 
-def start_state(depth: int):
+def start_state(shape: spec.Shape):
     """Rows, memory and pending tokens right after prefill, features of all prompt positions but the last."""
     rs, model, params = requests(), tiny.MODEL, tiny.tiny_params()
     lengths = np.asarray([len(r.prompt_ids) - 1 for r in rs], np.int32)
@@ -80,8 +87,8 @@ def start_state(depth: int):
     )
     features = jnp.zeros((3, S, model.hidden_size)).at[:, :16].set(out.hidden)
     draft_cache = init_cache(DraftConfig(target=model).layer, 3, S, "float32")[0]
-    num = np.minimum(lengths, depth + 1)
-    pending = np.zeros((3, depth + 1), np.int32)
+    num = np.minimum(lengths, shape.depth + 1)
+    pending = np.zeros((3, shape.width), np.int32)
     for i, (length, n) in enumerate(zip(lengths, num, strict=True)):
         pending[i, :n] = tokens[i, length - n + 1 : length + 1]
     sampling = SamplingArrays(
@@ -101,18 +108,26 @@ def start_state(depth: int):
         stop_ids=stop_ids,
         sampling=sampling,
     )
-    memory = spec.Memory(target=cache, draft=draft_cache, features=features)
+    memory = Memory(target=cache, draft=draft_cache, features=features)
     return memory, rows, spec.Pending(tokens=pending, num=num), tokens
 
 
 def run(drafter, weights, shape, memory, rows, pending, num_rounds=24):
     """(committed tokens, log-probs, tokens per round) of each row, and the memory."""
-    step = jax.jit(
-        lambda m, r, p: spec.speculate(
-            tiny.tiny_params(), weights, tiny.MODEL, drafter, shape, num_rounds, True, m, r, p, num_rounds, 0
-        )
-    )
-    memory, out = jax.device_get(step(memory, rows, pending))
+    params = tiny.tiny_params()
+
+    @jax.jit
+    def step(memory, rows, pending):
+        cache, tree = spec.draft(params, weights, drafter, shape, memory.draft, memory.features, rows, pending, 0)
+        memory = memory.replace(draft=None)
+        memory, rows, pending, out = spec.verify(params, tiny.MODEL, (), True, memory, rows, tree, 0)
+        return memory.replace(draft=cache), rows, pending, out
+
+    outs = []
+    for _ in range(num_rounds):
+        memory, rows, pending, out = step(memory, rows, pending)
+        outs.append(out)
+    memory, out = jax.device_get((memory, jax.tree.map(lambda *x: np.stack(x), *outs)))
     tokens, logprobs, counts = [], [], []
     for i in range(3):
         kept = out.tokens[:, i] >= 0
@@ -126,7 +141,7 @@ def run(drafter, weights, shape, memory, rows, pending, num_rounds=24):
 @pytest.mark.parametrize("strength", [-50.0, 2.0, 60.0], ids=["hopeless", "fair", "oracle"])
 def test_equal_to_plain_decoding(shape, strength):
     """A1, A5, A6, A10, A11, A12, A26, A28: ragged rows, mixed temperatures, any acceptance, chains and trees."""
-    memory, rows, pending, _ = start_state(shape.depth)
+    memory, rows, pending, _ = start_state(shape)
     tokens, logprobs, counts, _ = run(table_drafter(answers(), strength), {}, shape, memory, rows, pending)
     for i, c in enumerate(plain()):
         assert tokens[i] == c.token_ids.tolist()
@@ -146,7 +161,7 @@ def test_real_drafters_and_their_cache_after_every_rejection():
     drafter = make_draft_model(config)
     weights = prepare(draft_params, params, config)
     shape = spec.Shape(2, 16, 33)  # wide enough for a random drafter to be right at times
-    memory, rows, pending, tokens = start_state(shape.depth)
+    memory, rows, pending, tokens = start_state(shape)
     start = rows.length - pending.num
     memory = memory.replace(draft=_ingest_all(config, draft_params, memory, tokens, start))
     got, _, counts, memory = run(drafter, weights, shape, memory, rows, pending)
@@ -191,6 +206,6 @@ def test_reduced_vocabulary():
     draft_params = init_draft_params(config, jax.random.key(1))
     weights = prepare(draft_params, params, config, d2t)
     assert weights["head"].shape == (len(kept), model.hidden_size)
-    memory, rows, pending, _ = start_state(2)
+    memory, rows, pending, _ = start_state(spec.Shape(2, 2, 4))
     tokens, _, _, _ = run(make_draft_model(config, d2t), weights, spec.Shape(2, 2, 4), memory, rows, pending)
     assert tokens == [c.token_ids.tolist() for c in plain()]

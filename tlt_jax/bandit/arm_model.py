@@ -84,6 +84,7 @@ def make_arm_model(config: BanditConfig, table: ArmTable, platform: str) -> Poli
     shape = costs.CostShape(free_tokens, config.draft_step_frac)
     fixed = Fixed(config, table, acceptance.describe_arms(table.strategies), shape)
     return Policy(
+        arms=table.at,
         init=functools.partial(_init, fixed),
         select=functools.partial(_select, fixed),
         update=functools.partial(_update, fixed),

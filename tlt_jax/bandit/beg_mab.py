@@ -43,6 +43,7 @@ class BegMabState(NamedTuple):
 def make_beg_mab(config: BanditConfig, table: ArmTable) -> Policy:
     """The bandit over `table`."""
     return Policy(
+        arms=table.at,
         init=functools.partial(_init, table),
         select=functools.partial(_select, config, table),
         update=functools.partial(_update, config, table),

@@ -56,6 +56,10 @@ class ArmTable:
             )
         return bisect.bisect_right(self.thresholds, live_batch) - 1
 
+    def at(self, live_batch: int) -> tuple[Strategy, ...]:
+        """The arms at a live batch."""
+        return self.arms[self.bucket(live_batch)]
+
     @property
     def strategies(self) -> tuple[Strategy, ...]:
         """Every strategy once."""

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from tlt_jax.drafter.config import DraftConfig
 from tlt_jax.drafter.model import draft_forward_cached, draft_head, draft_logits, to_target_ids
+from tlt_jax.models.cache import init_cache
 from tlt_jax.types import DraftModel, Params
 
 Weights = dict[str, Any]
@@ -43,6 +44,7 @@ def make_draft_model(config: DraftConfig, d2t_V: jax.Array | None = None) -> Dra
         logits=logits,
         target_ids=lambda ids: to_target_ids(ids, d2t_V),
         vocab_size=config.vocab_size,
+        init_cache=lambda num_rows, capacity, dtype: init_cache(config.layer, num_rows, capacity, dtype)[0],
         feature_layers=config.feature_layers,
     )
 

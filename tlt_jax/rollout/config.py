@@ -17,6 +17,7 @@ class RolloutConfig:
       prefill_rows: most prompts prefilled together.
       prefill_chunk: most prompt tokens per row and prefill call.
       rounds_per_dispatch: most decoding rounds per device call; the host acts between calls.
+      rounds_per_draft: most rounds per call while a drafter is at work; each may commit several tokens.
       refill_frac: while requests wait, a call ends once this share of the batch has finished.
       cache_dtype: dtype of the key/value cache; "" takes the model's compute dtype.
       max_programs: bound on compiled programs kept.
@@ -29,6 +30,7 @@ class RolloutConfig:
     prefill_rows: int = 8
     prefill_chunk: int = 512
     rounds_per_dispatch: int = 16
+    rounds_per_draft: int = 4
     refill_frac: float = 0.125
     cache_dtype: str = ""
     max_programs: int = 512
@@ -42,6 +44,7 @@ class RolloutConfig:
             ("prefill_rows", self.prefill_rows >= 1, ">= 1"),
             ("prefill_chunk", self.prefill_chunk >= 1, ">= 1"),
             ("rounds_per_dispatch", self.rounds_per_dispatch >= 1, ">= 1"),
+            ("rounds_per_draft", self.rounds_per_draft >= 1, ">= 1"),
             ("refill_frac", 0.0 <= self.refill_frac <= 1.0, "in [0, 1]"),
             ("max_programs", self.max_programs >= 1, ">= 1"),
             ("cache_dtype", self.cache_dtype in ("", "float32", "bfloat16"), "'', 'float32' or 'bfloat16'"),
@@ -60,8 +63,16 @@ class RolloutConfig:
 
     @property
     def kv_buckets(self) -> tuple[int, ...]:
-        """Cache capacities, multiples of 64 up to `max_len` rounded up."""
-        top = -(-self.max_len // 64) * 64
+        """Cache capacities without scratch."""
+        return self.kv_buckets_with(0)
+
+    def kv_buckets_with(self, scratch: int) -> tuple[int, ...]:
+        """Cache capacities, multiples of 64 up to `max_len` + `scratch` rounded up.
+
+        Args:
+          scratch: slots that a round of the widest strategy uses past a row's length.
+        """
+        top = -(-(self.max_len + scratch) // 64) * 64
         sizes, size = [], float(self.min_kv)
         while size < top:
             sizes.append(min(-(-int(size) // 64) * 64, top))

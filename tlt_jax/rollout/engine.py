@@ -3,13 +3,14 @@
 The life of a step:
   1. collect: wait for the call in flight; commit its tokens; take finished rows out.
   2. schedule: pick batch and cache buckets, move rows, admit waiting requests (prefill once per prompt, then copy).
-  3. dispatch: start the next several rounds.
+  3. dispatch: start the next several rounds of the strategy that the policy chooses.
   4. return the completions of 1; whatever the caller does with them runs while the device works on 3.
 
 Invariants:
   - A request's tokens depend on (weights, seed, request id, prompt, sampling) alone, up to floating-point ties.
   - Every program comes from the pool; once its buckets have been seen a rollout compiles nothing.
-  - The cache is donated to every call; `length + rounds <= capacity` holds for every live row.
+    No strategy, no drafter and no change of either changes a token.
+  - The memory is donated to every call; no row writes past its capacity, whatever strategy comes next.
 """
 
 from __future__ import annotations
@@ -29,12 +30,16 @@ from tlt_jax.rollout import steps
 from tlt_jax.rollout.config import RolloutConfig
 from tlt_jax.rollout.device_rows import DeviceRows, EngineStats
 from tlt_jax.rollout.executables import ExecutablePool
+from tlt_jax.rollout.ngram import NgramConfig, NgramDrafter
 from tlt_jax.rollout.noise import request_key
+from tlt_jax.rollout.rounds import Committed, InFlight, Rounds, strategies_of
 from tlt_jax.rollout.sampling import SamplingArrays
 from tlt_jax.rollout.scheduler import Active, Scheduler
+from tlt_jax.rollout.speculate import shape_of
 from tlt_jax.rollout.stop_strings import find_stop
 from tlt_jax.sharding import MeshConfig, Versioned, make_mesh
-from tlt_jax.types import FINISH_LENGTH, Completion, Request
+from tlt_jax.strategy import NGRAM_DRAFTER, PLAIN, Policy
+from tlt_jax.types import FINISH_LENGTH, Completion, DraftModel, FeatureTrace, Request
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +65,10 @@ class RolloutEngine:
         worker: int = 0,
         decode_text: Callable[[Sequence[int]], str] | None = None,
         pool: ExecutablePool | None = None,
+        drafter: DraftModel | None = None,
+        bandit: Policy | None = None,
+        ngram: NgramConfig | None = None,
+        trace_sink: Callable[[FeatureTrace], None] | None = None,
     ):
         """Makes an engine; compiles nothing yet.
 
@@ -71,6 +80,11 @@ class RolloutEngine:
           worker: number that completions carry.
           decode_text: token ids to text, needed for stop strings only.
           pool: programs to share with engines of the same model, cache dtype and mesh; default: one of its own.
+          drafter: a trained drafter; chains and trees are played once `load_drafter` has given it weights.
+          bandit: chooses the strategy of every call; default: plain decoding always.
+          ngram: settings of the n-gram drafter, which is there if `bandit` has an arm for it.
+          trace_sink: with a drafter, called with the target features of each finished response of a rollout that was
+            begun with `trace`.
         """
         request_key(seed, 0)  # refuses a bad seed before any work
         self.model, self.config, self.seed, self.worker = model, config, seed, worker
@@ -78,9 +92,16 @@ class RolloutEngine:
         self.pool = ExecutablePool(config.max_programs) if pool is None else pool
         self.stats = EngineStats()
         self._decode_text = decode_text
-        self._scheduler = Scheduler(config.batch_buckets, config.kv_buckets)
-        self._device = DeviceRows(model, config, self.mesh, self.pool, self.stats)
-        self._in_flight: steps.DecodeOut | None = None
+        strategies = strategies_of(bandit, config)
+        self._scratch = max((shape_of(s).scratch for s in strategies if s != PLAIN), default=0)
+        self._kv_buckets = config.kv_buckets_with(self._scratch)
+        self._scheduler = Scheduler(config.batch_buckets, self._kv_buckets)
+        self._device = DeviceRows(model, config, self._kv_buckets, self.mesh, self.pool, self.stats, drafter)
+        uses_ngram = any(s.drafter == NGRAM_DRAFTER for s in strategies)
+        self._ngram = NgramDrafter(ngram or NgramConfig()) if uses_ngram else None
+        self._rounds = Rounds(self._device, config, bandit, self._ngram)
+        self._trace_sink = trace_sink if drafter is not None else None
+        self._in_flight: InFlight | None = None
         self._weights: Versioned | None = None
         self.begin()
         self._ids: set[int] = set()  # of the requests in progress
@@ -112,15 +133,42 @@ class RolloutEngine:
         if self.has_work:
             raise ValueError("engine.load: got new weights with requests in progress, expected an idle engine")
         self._weights = weights
+        self._rounds.drafter = None  # it may hold rows of the old head
         self._device.release()
 
-    def begin(self, start_s: float | None = None) -> None:
+    def load_drafter(self, weights: Versioned | None) -> None:
+        """Takes a drafter's weights, prepared for the target weights in use; None puts the drafter away.
+
+        At any time between two calls of `step`, rollouts in progress included: their tokens do not change.
+
+        Raises:
+          ValueError: the engine was made without a drafter.
+        """
+        if self._device.drafter is None:
+            raise ValueError("engine.load_drafter: got weights, expected an engine that was made with a drafter")
+        self._loaded()
+        self._rounds.drafter = weights
+        for active in self._scheduler.live:
+            active.num_ingested = 0  # the drafter's cache is the old weights'
+
+    def save_bandit(self) -> dict[str, Any] | None:
+        """What the policy has learnt about strategies, for a checkpoint; None without one."""
+        return self._rounds.save()
+
+    def restore_bandit(self, saved: dict[str, Any] | None) -> None:
+        """Takes up what `save_bandit` gave."""
+        self._rounds.restore(saved)
+
+    def begin(self, start_s: float | None = None, *, step: int = 0, trace: bool = False) -> None:
         """Starts a rollout: its clock and the counts of `progress` begin at 0.
 
         Args:
           start_s: on the clock of `time.perf_counter`, for workers that start together; default: now.
+          step: RL step that traces are marked with.
+          trace: hand the features of finished responses to the trace sink.
         """
         self._start_s = time.perf_counter() if start_s is None else start_s
+        self._step, self._is_tracing = step, trace and self._trace_sink is not None
         self._num_done, self._num_tokens_before = 0, self.stats.tokens
 
     def submit(self, requests: Iterable[Request]) -> None:
@@ -142,7 +190,10 @@ class RolloutEngine:
 
     def abort(self) -> None:
         """Drops every request in progress and the cache; the engine is idle afterwards, with weights and programs."""
-        self._scheduler = Scheduler(self.config.batch_buckets, self.config.kv_buckets)
+        for active in self._scheduler.live:
+            if self._ngram is not None:
+                self._ngram.finish(active.request.request_id)
+        self._scheduler = Scheduler(self.config.batch_buckets, self._kv_buckets)
         self._in_flight = None
         self._device.release()
         self._ids.clear()
@@ -186,7 +237,15 @@ class RolloutEngine:
         if self.has_work:
             raise ValueError("engine.warm_up: got requests in progress, expected an idle engine")
         variants = (False, True) if truncate else (False,)
-        self._device.warm_up(lambda num_rows: self._host_rows([None] * num_rows), variants, self._loaded().params)
+        buckets = (0, *self.config.batch_buckets)
+        drafter = self._rounds.drafter
+        self._device.warm_up(
+            lambda num_rows: self._host_rows([None] * num_rows),
+            variants,
+            lambda num_rows: self._rounds.shapes(num_rows, buckets[buckets.index(num_rows) - 1]),
+            None if drafter is None else drafter.params,
+            self._loaded().params,
+        )
         return len(self.pool)
 
     def progress(self) -> Progress:
@@ -243,23 +302,60 @@ class RolloutEngine:
     def _collect(self) -> list[Active]:
         if self._in_flight is None:
             return []
-        out = jax.device_get(self._in_flight)
+        done = self._rounds.finish(self._in_flight)
         self._in_flight = None
-        num_rounds = int(out.num_rounds)
         now_s = time.perf_counter() - self._start_s
         for row, active in enumerate(self._scheduler.rows):
-            if active is None:
-                continue
-            num_new = int(np.count_nonzero(out.tokens[:num_rounds, row] >= 0))
-            num_before = len(active.token_ids)
-            active.rounds += num_new
-            active.commit(out.tokens[:num_new, row].tolist(), out.logprobs[:num_new, row].tolist())
-            self._stop_at_string(active, num_before)
-            self.stats.tokens += len(active.token_ids) - num_before
-            active.end_s = now_s
+            if active is not None:
+                self._commit(active, done, row)
+                active.end_s = now_s
+        num_rounds, name = len(done.counts), done.strategy.name
         self.stats.rounds += num_rounds
         self.stats.row_rounds += num_rounds * len(self._scheduler.rows)
+        self.stats.arm_rounds[name] = self.stats.arm_rounds.get(name, 0) + num_rounds
+        self._trace()
         return self._scheduler.retire()
+
+    def _commit(self, active: Active, done: Committed, row: int) -> None:
+        counts, drafted = done.counts[:, row], done.drafted[:, row]
+        num_rounds, num_before = int(np.count_nonzero(counts)), len(active.token_ids)
+        num_accepted = int(np.sum(np.maximum(counts - 1, 0)))
+        active.commit(*done.of_row(row))
+        self._stop_at_string(active, num_before)
+        active.rounds += num_rounds
+        active.drafted += int(drafted.sum())
+        active.accepted += num_accepted
+        if done.drafter is not None and num_rounds:  # the last round's tokens are pending
+            is_current = done.drafter is self._rounds.drafter
+            active.num_ingested = active.length - int(counts[counts > 0][-1]) if is_current else 0
+        self.stats.tokens += len(active.token_ids) - num_before
+        self.stats.drafted += int(drafted.sum())
+        self.stats.accepted += num_accepted
+        if self._ngram is not None:
+            self._ngram.append(active.request.request_id, active.token_ids[num_before:])
+            if active.finish_reason:
+                self._ngram.finish(active.request.request_id)
+
+    def _trace(self) -> None:
+        """Hands over the features of the responses that have just finished."""
+        if not self._is_tracing or self._trace_sink is None:
+            return
+        for row, a in enumerate(self._scheduler.rows):
+            if a is not None and a.finish_reason:
+                self._trace_sink(self._make_trace(a, np.asarray(self._device.read_features(row))))
+
+    def _make_trace(self, active: Active, features: np.ndarray) -> FeatureTrace:
+        D, features = self.model.hidden_size, features[: active.length]
+        is_fused = features.shape[1] > D  # then the last hidden state follows what the drafter reads
+        return FeatureTrace(
+            request_id=active.request.request_id,
+            token_ids=np.asarray([*active.request.prompt_ids, *active.token_ids], np.int32),
+            prompt_len=len(active.request.prompt_ids),
+            features=features[:, :-D] if is_fused else features,
+            hidden=features[:, -D:] if is_fused else None,
+            step=self._step,
+            policy_version=self.policy_version,
+        )
 
     def _stop_at_string(self, active: Active, num_checked: int) -> None:
         if active.request.sampling.stop and self._decode_text is not None:
@@ -282,6 +378,8 @@ class RolloutEngine:
             policy_version=self.policy_version,
             worker=self.worker,
             rounds=active.rounds,
+            drafted=active.drafted,
+            accepted=active.accepted,
             start_s=active.start_s,
             end_s=active.end_s,
         )
@@ -293,11 +391,13 @@ class RolloutEngine:
         num_rows = s.wanted_rows()
         source = s.place(num_rows)
         admitted = self._assign_rows()
-        capacity = s.wanted_capacity(self.config.rounds_per_dispatch)
+        capacity = s.wanted_capacity(self._rounds.max_advance, self._scratch)
         had_live = len(s.live) > len(admitted)
+        resizes = self.stats.resizes
         self._device.fit(num_rows, capacity, source if had_live else None)
         prompts = {row: a.request.prompt_ids for row in admitted if (a := s.rows[row]) is not None}
         self._device.fill(prompts, self._loaded().params)
+        self._is_clean = not admitted and resizes == self.stats.resizes
         # Kept for requests that are next in line: siblings wait side by side, and memory stays bounded if they do not.
         self._device.keep(r.prompt_ids for r in itertools.islice(s.waiting, self.config.batch_buckets[-1]))
 
@@ -312,15 +412,23 @@ class RolloutEngine:
             r = s.waiting.popleft()
             key = request_key(self.seed, r.request_id)
             s.rows[row] = Active(request=r, stop_ids=self._stop_ids(r), key=key, start_s=now_s)
+            if self._ngram is not None:
+                self._ngram.start(r.request_id, r.prompt_ids)
             taken.append(row)
         return taken
 
     # 3. dispatch
 
     def _dispatch(self) -> None:
-        s, params = self._scheduler, self._loaded().params
-        truncate = any(a.request.sampling.truncates for a in s.live)
-        self._in_flight = self._device.decode(self._host_rows(s.rows), truncate, self._exit_live(), params)
+        s, weights = self._scheduler, self._loaded()
+        self._in_flight = self._rounds.start(
+            s.rows,
+            self._host_rows(s.rows),
+            self._exit_live(),
+            params=weights.params,
+            policy_version=weights.version,
+            is_clean=self._is_clean,
+        )
         self.stats.dispatches += 1
 
     def _exit_live(self) -> int:

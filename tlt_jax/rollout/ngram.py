@@ -70,12 +70,17 @@ class NgramDrafter:
     def start(self, request_id: int, prompt_ids: Prompt) -> None:
         """A request begins; its prompt's n-grams are indexed with its text.
 
+        A finished request of the same id and prompt is forgotten: it is being generated again.
+
         Raises:
-          ValueError: a request of that id is running, or finished and still remembered.
+          ValueError: a request of that id is running.
         """
-        group = self._groups.setdefault(prompt_ids, _Group())
-        if request_id in self._prompt_of or request_id in group.texts:
+        if request_id in self._prompt_of:
             raise ValueError(f"ngram: got request {request_id} twice, expected distinct ids")
+        group = self._groups.setdefault(prompt_ids, _Group())
+        if request_id in group.texts:
+            group.drop(request_id)
+            group.finished.remove(request_id)
         self._groups.move_to_end(prompt_ids)
         self._prompt_of[request_id] = prompt_ids
         group.texts[request_id] = []

@@ -29,6 +29,9 @@ class Active:
     token_ids: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[float] = dataclasses.field(default_factory=list)
     rounds: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    num_ingested: int = 0  # positions that the drafter's cache holds, from true features
     finish_reason: str | None = None
     end_s: float = 0.0
 
@@ -40,6 +43,13 @@ class Active:
     @property
     def newest(self) -> int:
         return self.token_ids[-1] if self.token_ids else self.request.prompt_ids[-1]
+
+    def tokens_from(self, position: int) -> list[int]:
+        """Tokens of the prompt and the response from `position` on."""
+        prompt = self.request.prompt_ids
+        if position >= len(prompt):
+            return self.token_ids[position - len(prompt) :]
+        return [*prompt[position:], *self.token_ids]
 
     @property
     def limit(self) -> int:
@@ -107,10 +117,10 @@ class Scheduler:
         """Batch bucket for what is alive and waiting now."""
         return bucket(self.batch_buckets, min(len(self.live) + len(self.waiting), self.batch_buckets[-1]))
 
-    def wanted_capacity(self, num_rounds: int) -> int:
-        """Cache bucket in which every live row can decode `num_rounds` more rounds, or to its own end."""
-        need = max((min(a.length + num_rounds, a.limit) for a in self.live), default=0)
-        return bucket(self.kv_buckets, need)
+    def wanted_capacity(self, num_tokens: int, scratch: int = 0) -> int:
+        """Cache bucket with `scratch` slots left when every live row has grown by `num_tokens`, or to its own end."""
+        need = max((min(a.length + num_tokens, a.limit) for a in self.live), default=0)
+        return bucket(self.kv_buckets, need + scratch)
 
     def place(self, num_rows: int) -> list[int]:
         """Compacts to `num_rows` rows; returns the old row of each new row (0 where the new row is empty)."""

@@ -1,4 +1,4 @@
-"""Speculative rounds: ingest, draft, verify, commit, several of them inside one program.
+"""Speculative rounds, each as two programs: draft a tree, verify and commit it.
 
 A round of a row whose cache holds `length` = L tokens, newest token at position L:
   1. Ingest. The drafter takes the true features of the positions committed since its last row, at most D+1 of them; its
@@ -8,27 +8,34 @@ A round of a row whose cache holds `length` = L tokens, newest token at position
   4. Commit. The drawn tokens along the path whose nodes hold them; the first that no node holds is the last. The
      path's cache entries and features move to the front of the block.
 
+`draft` is 1 and 2, `verify` 3 and 4. Verification asks of a tree its width alone, so one program serves every strategy
+of that width, whoever drafts. The state goes from program to program on the device; the host reads the outputs of
+several rounds at once. A round that begins with no more than `exit_live` rows alive does nothing.
+
 Invariants:
   - What is committed is what plain decoding draws: the noise belongs to the request and the position (`noise.py`).
   - Slots from L on are scratch: of the target's cache, of the drafter's, of the features. The caller keeps
-    `length + W <= S` for live rows.
+    `length + scratch <= S` for live rows.
   - The drafter's rows below `length - num_pending` hold true features, none of its own guesses.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
-import flax.struct
 import jax
 import jax.numpy as jnp
+from flax import struct
 
-from tlt_jax.models.cache import Cache, LayerCache, compact
+from tlt_jax.models.cache import LayerCache, compact
 from tlt_jax.models.config import ModelConfig
 from tlt_jax.models.transformer import compute_logits, forward_cached
 from tlt_jax.rollout import tree as trees
+from tlt_jax.rollout.memory import Memory, features_of, read_features, write_features
 from tlt_jax.rollout.sampling import SamplingArrays, draw_with, position_noise, warp
 from tlt_jax.rollout.steps import Rows
+from tlt_jax.strategy import Strategy
 from tlt_jax.types import DraftModel, Params
 
 
@@ -44,128 +51,160 @@ class Shape:
     def is_chain(self) -> bool:
         return self.topk == 1
 
-
-@flax.struct.dataclass(kw_only=True)
-class Memory:
-    """Device memory of the rows."""
-
-    target: Cache
-    draft: LayerCache
-    features: jax.Array  # [B,S,D'], what the drafter reads of position t at slot t
+    @property
+    def scratch(self) -> int:
+        """Slots that a round uses from a row's length on: the block to verify, or the drafter's own rows."""
+        return max(self.width, (self.depth - 1) * self.topk)
 
 
-@flax.struct.dataclass(kw_only=True)
+def shape_of(strategy: Strategy) -> Shape:
+    """The shape of a chain, tree or n-gram strategy. W nodes are at most W - 1 deep, so deeper levels are left out."""
+    width = strategy.verify_width
+    return Shape(min(strategy.depth, width - 1), strategy.topk, width)
+
+
+@struct.dataclass(kw_only=True)
 class Pending:
     """Committed tokens whose features the drafter has not taken in: rows `length-num ... length-1`."""
 
-    tokens: jax.Array  # i32[B,D+1]: token t+1 of row t
-    num: jax.Array  # i32[B]
+    tokens: jax.Array  # i32[B,W]: token t+1 of row t
+    num: jax.Array  # i32[B], at most D+1
 
 
-@flax.struct.dataclass(kw_only=True)
+@struct.dataclass(kw_only=True)
 class SpecOut:
-    tokens: jax.Array  # i32[rounds,B,D+1] committed, -1 past the end
-    logprobs: jax.Array  # f32[rounds,B,D+1]
-    num_rounds: jax.Array  # i32[]
+    tokens: jax.Array  # i32[B,W] committed, -1 past the end
+    logprobs: jax.Array  # f32[B,W]
+    drafted: jax.Array  # i32[B] nodes that the drafter proposed
 
 
-def speculate(
+def ingest(
     params: Params,
     draft_params: Params,
-    model: ModelConfig,
+    drafter: DraftModel,
+    cache: LayerCache,
+    features_BSD: jax.Array,
+    tokens_BT: jax.Array,
+    start_B: jax.Array,
+) -> LayerCache:
+    """Takes T rows of true features into the drafter's cache: row t gets `features[t]` and `tokens_BT[t - start]`."""
+    features_BTD = read_features(_drafter_features(params, drafter, features_BSD), start_B, tokens_BT.shape[1])
+    _, cache = drafter.forward(draft_params, params, features_BTD, tokens_BT, start_B, cache, None, None)
+    return cache
+
+
+def draft(
+    params: Params,
+    draft_params: Params,
     drafter: DraftModel,
     shape: Shape,
-    num_rounds: int,
-    truncate: bool,
-    memory: Memory,
+    cache: LayerCache,
+    features_BSD: jax.Array,
     rows: Rows,
     pending: Pending,
-    max_rounds: jax.Array,
     exit_live: jax.Array,
-) -> tuple[Memory, SpecOut]:
-    """Up to `max_rounds` rounds, fewer if no more than `exit_live` rows are left alive.
+) -> tuple[LayerCache, trees.Tree]:
+    """Ingests what is pending and grows a tree for each row.
 
     Args:
       params: target parameters.
       draft_params: the drafter's.
-      model: static.
       drafter: static.
       shape: static.
-      num_rounds: static; rounds that the outputs have room for.
-      truncate: static; whether any row uses top-k, top-p or min-p.
-      memory: donated.
-      rows: host-built state.
-      pending: of each row, at most D+1.
-      max_rounds: i32[] <= num_rounds.
+      cache: donated; the drafter's.
+      features_BSD: of the committed positions.
+      rows: state of the rows.
+      pending: of each row.
       exit_live: i32[].
     """
-    B, D1 = rows.token.shape[0], shape.depth + 1
+    features_BSD = _drafter_features(params, drafter, features_BSD)
 
-    def cond(carry):
-        r, _, rows, _, _ = carry
-        return (r < max_rounds) & (jnp.sum(rows.live, dtype=jnp.int32) > exit_live)
+    def grow_once(carry):
+        _, cache, _ = carry
+        return jnp.bool_(True), *_grow(params, draft_params, drafter, shape, cache, features_BSD, rows, pending)
 
-    def body(carry):
-        r, memory, rows, pending, out = carry
-        memory, tree, noise_BDV = _draft(params, draft_params, drafter, shape, memory, rows, pending)
-        memory, verdict = _verify(params, model, drafter, shape, truncate, memory, rows, tree, noise_BDV)
+    B, W = rows.token.shape[0], shape.width
+    zero_BW = jnp.zeros((B, W), jnp.int32)
+    nothing = trees.Tree(tokens=zero_BW, parent=zero_BW, depth=zero_BW, valid=zero_BW == 1)
+    is_over = ~_goes_on(rows, exit_live)
+    _, cache, tree = jax.lax.while_loop(lambda carry: ~carry[0], grow_once, (is_over, cache, nothing))
+    return cache, tree
+
+
+def verify(
+    params: Params,
+    model: ModelConfig,
+    feature_layers: Sequence[int],
+    truncate: bool,
+    memory: Memory,
+    rows: Rows,
+    tree: trees.Tree,
+    exit_live: jax.Array,
+) -> tuple[Memory, Rows, Pending, SpecOut]:
+    """One target forward over each row's tree, and what it commits.
+
+    Args:
+      params: target parameters.
+      model: static.
+      feature_layers: static.
+      truncate: static; whether any row uses top-k, top-p or min-p.
+      memory: donated; without the drafter's cache.
+      rows: state of the rows.
+      tree: proposals, W nodes.
+      exit_live: i32[].
+    """
+
+    def verify_once(carry):
+        _, memory, rows, _, _ = carry
+        memory, verdict = _verify(params, model, feature_layers, truncate, memory, rows, tree)
         num_B, rows, pending = _commit(rows, verdict)
-        kept_BD = jnp.arange(D1)[None] < num_B[:, None]
+        kept_BW = jnp.arange(W)[None] < num_B[:, None]
         out = SpecOut(
-            tokens=out.tokens.at[r].set(jnp.where(kept_BD, verdict.tokens, -1)),
-            logprobs=out.logprobs.at[r].set(jnp.where(kept_BD, verdict.logprobs, 0.0)),
-            num_rounds=r + 1,
+            tokens=jnp.where(kept_BW, verdict.tokens, -1),
+            logprobs=jnp.where(kept_BW, verdict.logprobs, 0.0),
+            drafted=jnp.where(num_B > 0, jnp.sum(tree.valid, axis=1, dtype=jnp.int32) - 1, 0),
         )
-        return r + 1, memory, rows, pending, out
+        return jnp.bool_(True), memory, rows, pending, out
 
-    empty = SpecOut(
-        tokens=jnp.full((num_rounds, B, D1), -1, jnp.int32),
-        logprobs=jnp.zeros((num_rounds, B, D1), jnp.float32),
-        num_rounds=jnp.int32(0),
-    )
-    carry = (jnp.int32(0), memory, rows, pending, empty)
-    _, memory, _, _, out = jax.lax.while_loop(cond, body, carry)
-    return memory, out
+    B, W = tree.tokens.shape
+    zero_B, zero_BW = jnp.zeros(B, jnp.int32), jnp.zeros((B, W), jnp.int32)
+    nothing = SpecOut(tokens=zero_BW - 1, logprobs=jnp.zeros((B, W), jnp.float32), drafted=zero_B)
+    carry = (~_goes_on(rows, exit_live), memory, rows, Pending(tokens=zero_BW, num=zero_B), nothing)
+    return jax.lax.while_loop(lambda carry: ~carry[0], verify_once, carry)[1:]
 
 
-def ingest(
-    params: Params, draft_params: Params, drafter: DraftModel, memory: Memory, tokens_BT: jax.Array, start_B: jax.Array
-) -> Memory:
-    """Takes T rows of true features into the drafter's cache: row t gets `features[t]` and `tokens_BT[t - start]`."""
-    features_BTD = _rows_of(memory.features, start_B, tokens_BT.shape[1])
-    _, draft = drafter.forward(draft_params, params, features_BTD, tokens_BT, start_B, memory.draft, None, None)
-    return dataclasses.replace(memory, draft=draft)
+def _goes_on(rows: Rows, exit_live: jax.Array) -> jax.Array:
+    return jnp.sum(rows.live, dtype=jnp.int32) > exit_live
 
 
-def _rows_of(x_BSD: jax.Array, start_B: jax.Array, num: int) -> jax.Array:
-    return jax.vmap(lambda x, i: jax.lax.dynamic_slice_in_dim(x, i, num, axis=0))(x_BSD, start_B)
+def _drafter_features(params: Params, drafter: DraftModel, features_BSD: jax.Array) -> jax.Array:
+    """The part of the feature buffer that the drafter reads."""
+    D = params["embed"]["weight"].shape[1]
+    return features_BSD[..., : D * max(len(drafter.feature_layers), 1)]
 
 
-def _block_start(rows: Rows, shape: Shape, memory: Memory) -> jax.Array:
-    """Where a row's scratch block begins; a dead row's is kept inside its cache."""
-    return jnp.minimum(rows.length, memory.features.shape[1] - shape.width)
+def _block_start(rows: Rows, capacity: int, scratch: int) -> jax.Array:
+    """Where a row's scratch block begins; that of a row that was never alive is kept inside its cache."""
+    return jnp.minimum(rows.length, capacity - scratch)
 
 
-def _draft(params, draft_params, drafter: DraftModel, shape: Shape, memory: Memory, rows: Rows, pending: Pending):
-    """The tree, and the noise f32[B,D+1,V] of the positions after its levels."""
-    length_B = _block_start(rows, shape, memory)
-    start_B = jnp.maximum(length_B - pending.num, 0)
-    start_B = jnp.minimum(start_B, memory.features.shape[1] - shape.depth - 1)
-    features_BTD = _rows_of(memory.features, start_B, shape.depth + 1)
-    h_BTD, cache = drafter.forward(
-        draft_params, params, features_BTD, pending.tokens, start_B, memory.draft, None, None
-    )
+def _grow(params, draft_params, drafter: DraftModel, shape: Shape, cache, features_BSD, rows: Rows, pending: Pending):
+    S = features_BSD.shape[1]
+    length_B = _block_start(rows, S, shape.scratch)
+    start_B = jnp.clip(length_B - pending.num, 0, S - shape.depth - 1)
+    features_BTD = read_features(features_BSD, start_B, shape.depth + 1)
+    tokens_BT = pending.tokens[:, : shape.depth + 1]
+    h_BTD, cache = drafter.forward(draft_params, params, features_BTD, tokens_BT, start_B, cache, None, None)
     last_B11 = jnp.maximum(pending.num - 1, 0)[:, None, None]
     root_B1D = jnp.take_along_axis(h_BTD, last_B11, axis=1)
-    position_BD = length_B[:, None] + 1 + jnp.arange(shape.depth + 1, dtype=jnp.int32)
+    position_BD = length_B[:, None] + 1 + jnp.arange(shape.depth, dtype=jnp.int32)
     V = params["embed"]["weight"].shape[0]
     noise_BDV = jax.lax.optimization_barrier(position_noise(rows.sampling, position_BD, V))
     grow = _grow_chain if shape.is_chain else _grow_tree
     context = _Context(params, draft_params, drafter, shape, rows.sampling, noise_BDV, length_B)
     tree, cache = grow(context, rows.token, root_B1D, cache)
     # Without any feature to start from (a prompt of one token) nothing can be proposed.
-    tree = dataclasses.replace(tree, valid=tree.valid & ((pending.num > 0)[:, None] | (tree.depth == 0)))
-    return dataclasses.replace(memory, draft=cache), tree, noise_BDV
+    return cache, dataclasses.replace(tree, valid=tree.valid & ((pending.num > 0)[:, None] | (tree.depth == 0)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -242,42 +281,37 @@ def _grow_tree(context: _Context, root_B, h_B1D, cache):
     return trees.select(candidates, root_B, context.shape.width), cache
 
 
-def _verify(
-    params, model: ModelConfig, drafter: DraftModel, shape: Shape, truncate: bool, memory, rows, tree, noise_BDV
-):
+def _verify(params, model: ModelConfig, feature_layers, truncate: bool, memory: Memory, rows: Rows, tree: trees.Tree):
     """The target's token at every node, and the path that they accept; the path moved to the front."""
-    start_B = _block_start(rows, shape, memory)
-    block_mask = None if shape.is_chain else trees.ancestor_mask(tree.parent, shape.depth)
+    W = tree.tokens.shape[1]
+    start_B = _block_start(rows, memory.target[0].k.shape[-1], W)
+    position_BW = start_B[:, None] + tree.depth
     forward, cache = forward_cached(
         params,
         model,
         tree.tokens,
         start_B,
         memory.target,
-        positions_BT=start_B[:, None] + tree.depth,
-        block_mask=block_mask,
-        feature_layers=drafter.feature_layers,
+        positions_BT=position_BW,
+        block_mask=trees.ancestor_mask(tree.parent),
+        feature_layers=feature_layers,
     )
     law_BWV = warp(compute_logits(params, model, forward.hidden), rows.sampling, truncate)
-    noise_BWV = noise_BDV if shape.is_chain else jnp.take_along_axis(noise_BDV, tree.depth[:, :, None], axis=1)
+    noise_BWV = position_noise(rows.sampling, position_BW + 1, law_BWV.shape[-1])
     token_BW, logprob_BW = draw_with(law_BWV, rows.sampling, noise_BWV)
-    verdict = trees.accept(tree, token_BW, logprob_BW, shape.depth)
-    features_BWD = jnp.concatenate(forward.features, axis=-1) if drafter.feature_layers else forward.hidden
-    if not shape.is_chain:
-        cache = compact(cache, start_B, verdict.path, shape.width)
-        features_BWD = jnp.take_along_axis(features_BWD, verdict.path[:, :, None], axis=1)
-    features = jax.vmap(lambda x, y, i: jax.lax.dynamic_update_slice(x, y.astype(x.dtype), (i, 0)))(
-        memory.features, features_BWD, start_B
-    )
+    verdict = trees.accept(tree, token_BW, logprob_BW)
+    cache = compact(cache, start_B, verdict.path, W)
+    features_BWD = jnp.take_along_axis(features_of(forward), verdict.path[:, :, None], axis=1)
+    features = write_features(memory, features_BWD, start_B)
     return dataclasses.replace(memory, target=cache, features=features), verdict
 
 
 def _commit(rows: Rows, verdict: trees.Verdict) -> tuple[jax.Array, Rows, Pending]:
     """Cuts at the first stop id or the cap; returns tokens committed per row, and the state after them."""
-    D1 = verdict.tokens.shape[1]
-    index_D = jnp.arange(D1, dtype=jnp.int32)
-    is_stop_BD = jnp.any(verdict.tokens[:, :, None] == rows.stop_ids[:, None], axis=2)
-    first_stop_B = jnp.min(jnp.where(is_stop_BD, index_D, D1), axis=1)
+    W = verdict.tokens.shape[1]
+    index_W = jnp.arange(W, dtype=jnp.int32)
+    is_stop_BW = jnp.any(verdict.tokens[:, :, None] == rows.stop_ids[:, None], axis=2)
+    first_stop_B = jnp.min(jnp.where(is_stop_BW, index_W, W), axis=1)
     room_B = rows.limit - rows.length - 1
     num_B = jnp.minimum(jnp.minimum(verdict.num_committed, first_stop_B + 1), room_B)
     stopped_B = (first_stop_B < num_B) | (num_B >= room_B)

@@ -10,13 +10,16 @@ Programs take host-built `Rows` and return small arrays; the cache is donated an
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 from flax import struct
 
-from tlt_jax.models.cache import Cache
 from tlt_jax.models.config import ModelConfig
 from tlt_jax.models.transformer import compute_logits, forward_cached
+from tlt_jax.rollout.memory import Memory, features_of, write_features
 from tlt_jax.rollout.sampling import SamplingArrays, draw, warp
 from tlt_jax.types import Params
 
@@ -40,46 +43,60 @@ class DecodeOut:
     num_rounds: jax.Array  # i32[] rounds done
 
 
-def prefill(params: Params, config: ModelConfig, tokens_BT: jax.Array, start_B: jax.Array, cache: Cache) -> Cache:
+def prefill(
+    params: Params,
+    config: ModelConfig,
+    feature_layers: Sequence[int],
+    tokens_BT: jax.Array,
+    start_B: jax.Array,
+    memory: Memory,
+) -> Memory:
     """Appends one chunk of T prompt tokens per row; no logits."""
-    _, cache = forward_cached(params, config, tokens_BT, start_B, cache)
-    return cache
+    out, cache = forward_cached(params, config, tokens_BT, start_B, memory.target, feature_layers=feature_layers)
+    features = write_features(memory, features_of(out), start_B)
+    return dataclasses.replace(memory, target=cache, features=features)
 
 
 def decode(
     params: Params,
     config: ModelConfig,
+    feature_layers: Sequence[int],
     num_rounds: int,
     truncate: bool,
-    cache: Cache,
+    memory: Memory,
     rows: Rows,
     max_rounds: jax.Array,
     exit_live: jax.Array,
-) -> tuple[Cache, DecodeOut]:
+) -> tuple[Memory, DecodeOut]:
     """Up to `max_rounds` plain decoding rounds, fewer if no more than `exit_live` rows are left alive.
 
     Args:
       params: target parameters.
       config: static.
+      feature_layers: static; what a drafter reads of the target besides its last hidden state.
       num_rounds: static; rounds that the outputs have room for.
       truncate: static; whether any row uses top-k, top-p or min-p.
-      cache: donated. The caller keeps `length + max_rounds <= S` for live rows.
+      memory: donated. The caller keeps `length + max_rounds <= S` for live rows.
       rows: host-built state.
       max_rounds: i32[] <= num_rounds.
       exit_live: i32[].
     """
     B = rows.token.shape[0]
-    S = cache[0].k.shape[-1]
+    S = memory.target[0].k.shape[-1]
 
     def cond(carry):
         r, _, rows, _ = carry
         return (r < max_rounds) & (jnp.sum(rows.live, dtype=jnp.int32) > exit_live)
 
     def body(carry):
-        r, cache, rows, out = carry
+        r, memory, rows, out = carry
         # A dead row writes somewhere inside its own, no longer read, part of the cache.
         start_B = jnp.minimum(rows.length, S - 1)
-        forward, cache = forward_cached(params, config, rows.token[:, None], start_B, cache)
+        forward, cache = forward_cached(
+            params, config, rows.token[:, None], start_B, memory.target, feature_layers=feature_layers
+        )
+        features = write_features(memory, features_of(forward), start_B)
+        memory = dataclasses.replace(memory, target=cache, features=features)
         law_B1V = warp(compute_logits(params, config, forward.hidden), rows.sampling, truncate)
         token_B1, logprob_B1 = draw(law_B1V, rows.sampling, (rows.length + 1)[:, None])
         token_B, logprob_B = token_B1[:, 0], logprob_B1[:, 0]
@@ -93,12 +110,12 @@ def decode(
         rows = rows.replace(
             token=jnp.where(rows.live, token_B, rows.token), length=length_B, live=rows.live & ~stopped_B
         )
-        return r + 1, cache, rows, out
+        return r + 1, memory, rows, out
 
     empty = DecodeOut(
         tokens=jnp.full((num_rounds, B), -1, jnp.int32),
         logprobs=jnp.zeros((num_rounds, B), jnp.float32),
         num_rounds=jnp.int32(0),
     )
-    _, cache, _, out = jax.lax.while_loop(cond, body, (jnp.int32(0), cache, rows, empty))
-    return cache, out
+    _, memory, _, out = jax.lax.while_loop(cond, body, (jnp.int32(0), memory, rows, empty))
+    return memory, out

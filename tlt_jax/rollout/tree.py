@@ -12,12 +12,15 @@ References:
 
 from __future__ import annotations
 
-import flax.struct
+from collections.abc import Iterator
+
 import jax
 import jax.numpy as jnp
+import numpy as np
+from flax import struct
 
 
-@flax.struct.dataclass(kw_only=True)
+@struct.dataclass(kw_only=True)
 class Tree:
     tokens: jax.Array  # i32[B,W], node 0 the root
     parent: jax.Array  # i32[B,W], 0 for the root itself
@@ -25,14 +28,14 @@ class Tree:
     valid: jax.Array  # bool[B,W]; an invalid node is never accepted
 
 
-@flax.struct.dataclass(kw_only=True)
+@struct.dataclass(kw_only=True)
 class Verdict:
     """What one verification commits: the drawn tokens along the accepted path."""
 
-    path: jax.Array  # i32[B,D+1] nodes of the path, root first; 0 past its end
-    num_committed: jax.Array  # i32[B] accepted nodes and the bonus token, 1..D+1
-    tokens: jax.Array  # i32[B,D+1] drawn at the path's nodes; only the first num_committed count
-    logprobs: jax.Array  # f32[B,D+1]
+    path: jax.Array  # i32[B,W] nodes of the path, root first; 0 past its end
+    num_committed: jax.Array  # i32[B] accepted nodes and the bonus token, 1..W
+    tokens: jax.Array  # i32[B,W] drawn at the path's nodes; only the first num_committed count
+    logprobs: jax.Array  # f32[B,W]
 
 
 def chain(root_B: jax.Array, drafts_BD: jax.Array, num_drafts_B: jax.Array) -> Tree:
@@ -47,37 +50,57 @@ def chain(root_B: jax.Array, drafts_BD: jax.Array, num_drafts_B: jax.Array) -> T
     )
 
 
-def ancestor_mask(parent_BW: jax.Array, max_depth: int) -> jax.Array:
+def host_chain(tokens_BW: np.ndarray, num_drafts_B: np.ndarray) -> Tree:
+    """As `chain`, of host arrays: `tokens_BW` holds the root, then the drafts."""
+    B, W = tokens_BW.shape
+    index_W = np.arange(W, dtype=np.int32)
+    return Tree(  # host arrays where programs take any
+        tokens=tokens_BW,  # pyright: ignore[reportArgumentType]
+        parent=np.ascontiguousarray(np.broadcast_to(np.maximum(index_W - 1, 0), (B, W))),  # pyright: ignore
+        depth=np.ascontiguousarray(np.broadcast_to(index_W, (B, W))),  # pyright: ignore
+        valid=index_W[None] <= num_drafts_B[:, None],  # pyright: ignore
+    )
+
+
+def ancestor_mask(parent_BW: jax.Array) -> jax.Array:
     """bool[B,W,W]: node (row) sees itself and its ancestors (columns)."""
     W = parent_BW.shape[1]
-    self_WW = jnp.eye(W, dtype=bool)
-    mask_BWW = jnp.broadcast_to(self_WW, (*parent_BW.shape, W))
-    for _ in range(max_depth):
-        mask_BWW = self_WW | jnp.take_along_axis(mask_BWW, parent_BW[:, :, None], axis=1)
+    mask_BWW = jnp.broadcast_to(jnp.eye(W, dtype=bool), (*parent_BW.shape, W))
+    for ancestor_BW in _ancestors(parent_BW):
+        mask_BWW = mask_BWW | jnp.take_along_axis(mask_BWW, ancestor_BW[:, :, None], axis=1)
     return mask_BWW
 
 
-def accept(tree: Tree, drawn_BW: jax.Array, logprob_BW: jax.Array, max_depth: int) -> Verdict:
+def accept(tree: Tree, drawn_BW: jax.Array, logprob_BW: jax.Array) -> Verdict:
     """Follows the drawn tokens from the root for as long as a child holds them.
 
     Args:
       tree: the proposal.
       drawn_BW: the target's own token at every node, drawn with the noise of the position after the node.
       logprob_BW: its log-probability.
-      max_depth: static, D: the tree's depth at most.
     """
     accepted_BW = tree.valid & (tree.tokens == jnp.take_along_axis(drawn_BW, tree.parent, axis=1))
     accepted_BW = accepted_BW.at[:, 0].set(True)
-    for _ in range(max_depth):
-        accepted_BW = accepted_BW & jnp.take_along_axis(accepted_BW, tree.parent, axis=1)
-    on_path_BDW = accepted_BW[:, None] & (tree.depth[:, None] == jnp.arange(max_depth + 1)[:, None])
-    path_BD = jnp.argmax(on_path_BDW, axis=2).astype(jnp.int32)
+    for ancestor_BW in _ancestors(tree.parent):
+        accepted_BW = accepted_BW & jnp.take_along_axis(accepted_BW, ancestor_BW, axis=1)
+    W = tree.tokens.shape[1]
+    on_path_BWW = accepted_BW[:, None] & (tree.depth[:, None] == jnp.arange(W)[:, None])
+    path_BW = jnp.argmax(on_path_BWW, axis=2).astype(jnp.int32)
     return Verdict(
-        path=path_BD,
+        path=path_BW,
         num_committed=jnp.sum(accepted_BW, axis=1, dtype=jnp.int32),
-        tokens=jnp.take_along_axis(drawn_BW, path_BD, axis=1),
-        logprobs=jnp.take_along_axis(logprob_BW, path_BD, axis=1),
+        tokens=jnp.take_along_axis(drawn_BW, path_BW, axis=1),
+        logprobs=jnp.take_along_axis(logprob_BW, path_BW, axis=1),
     )
+
+
+def _ancestors(parent_BW: jax.Array) -> Iterator[jax.Array]:
+    """Each node's ancestor 1, 2, 4, ... steps up, the root's being the root: enough to reach any node's root."""
+    distance = 1
+    while distance < parent_BW.shape[1]:
+        yield parent_BW
+        parent_BW = jnp.take_along_axis(parent_BW, parent_BW, axis=1)
+        distance *= 2
 
 
 def top_k(x_xV: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
@@ -96,7 +119,7 @@ def top_k(x_xV: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
     return jnp.concatenate(values, axis=-1), jnp.concatenate(indices, axis=-1)
 
 
-@flax.struct.dataclass(kw_only=True)
+@struct.dataclass(kw_only=True)
 class Candidates:
     """All nodes grown so far, level after level, without the root. M of them."""
 
