@@ -71,6 +71,8 @@ def _load_checkpoint(run: RunConfig, inputs: setup.Inputs, workers: WorkerPool, 
         target = setup.policy_shapes(run, inputs)
         params = store.restore_part("learner", {"params": target}, step=step)["params"]
     workers.load(setup.make_publish(run, inputs, workers)(params, step))
+    if inputs.drafting is not None:
+        inputs.drafting.load_into(workers)
     return step
 
 

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from launch.config import ConfigError, build
+from tlt_jax.bandit.policy import BanditConfig
 from tlt_jax.checkpoint import CheckpointConfig
 from tlt_jax.drafter.config import loss_preset
 from tlt_jax.drafter.settings import DrafterConfig
@@ -23,6 +24,7 @@ from tlt_jax.rl.rewards import RewardConfig
 from tlt_jax.rl.steps import LearnerConfig
 from tlt_jax.rl.tasks import TaskConfig
 from tlt_jax.rollout.config import RolloutConfig
+from tlt_jax.rollout.ngram import NgramConfig
 from tlt_jax.sharding import MeshConfig
 from tlt_jax.types import SamplingParams
 
@@ -76,6 +78,8 @@ SCHEMA: dict[str, tuple[type, ...]] = {
     "rl": (AlgorithmName, AlgorithmConfig, OptimizerConfig, LearnerConfig, LoopConfig),
     "eval": (EvalConfig,),
     "drafter": (DrafterConfig,),
+    "bandit": (BanditConfig,),
+    "ngram": (NgramConfig,),
     "mesh": (MeshConfig,),
     "checkpoint": (CheckpointConfig,),
 }
@@ -85,7 +89,7 @@ SCHEMA: dict[str, tuple[type, ...]] = {
 MAY_CHANGE = (
     *("loop.num_steps", "eval", "checkpoint", "mesh", "workers", "rollout", "learner", "reward.num_workers"),
     *("drafter.path", "drafter.enabled", "drafter.loss", "drafter.preset", "drafter.optim", "drafter.batch"),
-    "drafter.buffer",
+    *("drafter.buffer", "bandit", "ngram"),
 )
 
 
@@ -105,6 +109,8 @@ class RunConfig:
     loop: LoopConfig
     eval: EvalConfig
     drafter: DrafterConfig
+    bandit: BanditConfig
+    ngram: NgramConfig
     mesh: MeshConfig
     checkpoint: CheckpointConfig
 
@@ -135,6 +141,8 @@ def make_run_config(sections: Mapping[str, Mapping[str, Any]]) -> RunConfig:
         loop=loop,
         eval=section("eval")[0],
         drafter=_drafter(sections.get("drafter", {}), sampling),
+        bandit=section("bandit")[0],
+        ngram=section("ngram")[0],
         mesh=section("mesh")[0],
         checkpoint=section("checkpoint")[0],
     )

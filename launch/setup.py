@@ -11,8 +11,10 @@ from typing import Any
 import jax
 from absl import logging
 
+from launch.drafting import Drafting, make_drafting
 from launch.fetch import resolve_model
 from launch.run_config import RunConfig
+from tlt_jax.bandit.factory import make_policy as make_strategy_policy
 from tlt_jax.models.config import ModelConfig
 from tlt_jax.models.hf import load_config, load_hf
 from tlt_jax.models.transformer import param_shapes
@@ -30,12 +32,13 @@ DecodeText = Callable[[Sequence[int]], str]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """What a run reads, before any weight is."""
+    """What a run reads, before the policy's weights are."""
 
     model_dir: pathlib.Path
     model: ModelConfig
     tokenizer: Any
     decode_text: DecodeText
+    drafting: Drafting | None
 
 
 def read_inputs(run: RunConfig) -> Inputs:
@@ -44,7 +47,8 @@ def read_inputs(run: RunConfig) -> Inputs:
     model = load_config(model_dir, dtype=run.model.dtype)
     tokenizer = load_tokenizer(model_dir)
     decode_text = functools.partial(tokenizer.decode, skip_special_tokens=True)
-    return Inputs(model_dir=model_dir, model=model, tokenizer=tokenizer, decode_text=decode_text)
+    drafting = make_drafting(run.drafter, model)
+    return Inputs(model_dir=model_dir, model=model, tokenizer=tokenizer, decode_text=decode_text, drafting=drafting)
 
 
 def check_lengths(run: RunConfig, max_prompt_tokens: int, model: ModelConfig) -> None:
@@ -88,13 +92,22 @@ def check_requests(run: RunConfig, task: Task, workers: WorkerPool) -> None:
 def make_workers(run: RunConfig, inputs: Inputs, devices: Sequence[jax.Device] | None = None) -> WorkerPool:
     """The rollout workers, each on a sub-mesh of this process's devices; no weights yet."""
     meshes = worker_meshes(devices or jax.local_devices(), run.workers.num_workers)
-    return WorkerPool(
-        [
-            RolloutEngine(
-                inputs.model, run.rollout, seed=run.loop.seed, mesh=mesh, worker=i, decode_text=inputs.decode_text
-            )
-            for i, mesh in enumerate(meshes)
-        ]
+    return WorkerPool([_make_engine(run, inputs, mesh, i) for i, mesh in enumerate(meshes)])
+
+
+def _make_engine(run: RunConfig, inputs: Inputs, mesh: jax.sharding.Mesh, worker: int) -> RolloutEngine:
+    platform = mesh.devices.flat[0].platform
+    bandit = dataclasses.replace(run.bandit, seed=run.bandit.seed + worker)
+    return RolloutEngine(
+        inputs.model,
+        run.rollout,
+        seed=run.loop.seed,
+        mesh=mesh,
+        worker=worker,
+        decode_text=inputs.decode_text,
+        drafter=None if inputs.drafting is None else inputs.drafting.model,
+        bandit=make_strategy_policy(bandit, platform),
+        ngram=run.ngram,
     )
 
 
@@ -118,6 +131,8 @@ def load_rollout_weights(run: RunConfig, inputs: Inputs, workers: WorkerPool) ->
         _, params = load_hf(inputs.model_dir, param_dtype=run.model.dtype, shardings=shardings)
         copies.append(Versioned(params=params, version=0))
     workers.load(copies)
+    if inputs.drafting is not None:
+        inputs.drafting.load_into(workers)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -9,6 +9,7 @@ Exit codes: 0 done; 1 the run failed or was stopped (the message says where to r
 from __future__ import annotations
 
 import dataclasses
+import functools
 import pathlib
 import sys
 import time
@@ -122,7 +123,7 @@ def make_loop(
     policy = setup.make_policy(run, inputs, devices)
     learner = make_learner(inputs.model, run.algorithm, run.optimizer, run.learner, policy.mesh)
     prompts = parts.task.train_iterator(run.loop.prompts_per_step, run.loop.seed)
-    restored = store.restore({"learner": learner.steps.state_shapes, "data": None})
+    restored = store.restore({"learner": learner.steps.state_shapes, "data": None, "bandit": None})
     reference = policy.load() if restored is None or run.algorithm.needs_reference else None
     first_step, kept = 1, 0  # a fresh run may evaluate before its first step, as step 0
     if restored is None:
@@ -131,6 +132,7 @@ def make_loop(
     else:
         state = restored.items["learner"]
         prompts.set_state(restored.items["data"])
+        workers.restore_bandits(restored.items.get("bandit", []))
         _check_restored(restored, state)
         logging.info("%s", restored.describe())
         first_step = kept = restored.step + 1
@@ -144,6 +146,7 @@ def make_loop(
         ref_params=reference if run.algorithm.needs_reference else None,
         workers=workers,
         publish=setup.make_publish(run, inputs, workers),
+        publish_drafter=None if inputs.drafting is None else functools.partial(inputs.drafting.load_into, workers),
         prompts=prompts,
         eval_prompts=parts.task.eval_prompts(),
         rewards=parts.rewards,

@@ -173,6 +173,7 @@ def rollout_metrics(scored: Scored) -> dict[str, float]:
         "rollout/len_max": int(lengths.max()),
         "rollout/truncated_frac": float(np.mean(truncated)),
         "spec/accept_len": float(lengths.sum() / max(num_rounds, 1)),
+        "spec/accept_len_straggler": max(scored.completions, key=lambda c: c.end_s).accept_len,
         "spec/drafted": sum(c.drafted for c in scored.completions),
         "spec/accepted": sum(c.accepted for c in scored.completions),
         "worker/idle_frac": scored.idle_frac,

@@ -123,6 +123,7 @@ class TrainLoop:
     ref_params: Params | None
     workers: WorkerPool
     publish: Callable[[Params, int], list[Versioned]]
+    publish_drafter: Callable[[], None] | None
     prompts: TrainIterator
     eval_prompts: Sequence[Prompt]
     rewards: RewardPool
@@ -142,7 +143,7 @@ class TrainLoop:
     def run(self) -> dict[str, float]:
         """Trains up to `config.num_steps`; returns the last step's metrics."""
         self._start_s = time.perf_counter()
-        self.workers.load(self.publish(self.state.params, self.first_step - 1))
+        self._publish(self.first_step - 1)
         last: dict[str, float] = {}
         self.step = self.first_step - 1
         if self.first_step == 1 and self._evaluates(0):
@@ -156,10 +157,11 @@ class TrainLoop:
 
     def _step(self, step: int) -> dict[str, float]:
         clock, start_s = _PhaseClock(), time.perf_counter()
-        before = self._compiles.read()
+        before, arms = self._compiles.read(), self.workers.arm_rounds()
         self.reporter.phase(step, "rollout")
         scored = self._rollout(step)
         out = rollout_metrics(scored)
+        out |= {f"spec/arm/{name}": n - arms.get(name, 0) for name, n in self.workers.arm_rounds().items()}
         groups = self._groups_to_keep(scored)
         kept = take_groups(scored, groups)
         self.reporter.phase(step, "update")
@@ -170,7 +172,7 @@ class TrainLoop:
         out |= learn | {"rl/reward_mean": out["rl/reward_mean"]}
         out["rl/dropped_groups"] += len(scored.prompts) - len(kept.prompts)
         with clock.phase("publish"):
-            self.workers.load(self.publish(self.state.params, step))
+            self._publish(step)
         with clock.phase("write"):
             self.rollouts.write(step, scored.completions, scored.texts, scored.rewards, advantages.reshape(-1))
         if self._evaluates(step):
@@ -183,6 +185,12 @@ class TrainLoop:
         self.metrics.write(step, out)
         self.reporter.done(step, out)
         return out
+
+    def _publish(self, version: int) -> None:
+        """Weights of the learner, and the drafter with them, to the workers."""
+        self.workers.load(self.publish(self.state.params, version))
+        if self.publish_drafter is not None:
+            self.publish_drafter()
 
     def _times(self, out: dict[str, float], clock: _PhaseClock, step_s: float) -> dict[str, float]:
         """`time/*_s` that add up to `time/step_s`."""
@@ -285,7 +293,7 @@ class TrainLoop:
 
     def checkpoint_items(self) -> dict[str, Any]:
         """Everything that the next step depends on besides the configuration."""
-        return {"learner": self.state, "data": self.prompts.get_state()}
+        return {"learner": self.state, "data": self.prompts.get_state(), "bandit": self.workers.save_bandits()}
 
     def checkpoint_summary(self) -> dict[str, Any]:
         """What a person wants to see of a checkpoint after a resume."""

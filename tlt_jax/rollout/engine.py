@@ -121,6 +121,11 @@ class RolloutEngine:
         return self.config.batch_buckets[-1] - len(self._scheduler.live) - len(self._scheduler.waiting)
 
     @property
+    def weights(self) -> Versioned:
+        """The target weights in use."""
+        return self._loaded()
+
+    @property
     def policy_version(self) -> int:
         return self._loaded().version
 

@@ -14,6 +14,7 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from tlt_jax.rollout.engine import Progress, RolloutEngine
 from tlt_jax.sharding import Versioned
@@ -39,6 +40,22 @@ class WorkerPool:
         """Gives every engine its own copy of the weights, all of one version."""
         for engine, copy in zip(self.engines, weights, strict=True):
             engine.load(copy)
+
+    def arm_rounds(self) -> dict[str, int]:
+        """Rounds played of each strategy so far, over all engines."""
+        total: collections.Counter[str] = collections.Counter()
+        for engine in self.engines:
+            total.update(engine.stats.arm_rounds)
+        return dict(total)
+
+    def save_bandits(self) -> list[dict[str, Any] | None]:
+        """What each engine's policy has learnt about strategies, for a checkpoint."""
+        return [engine.save_bandit() for engine in self.engines]
+
+    def restore_bandits(self, saved: Sequence[dict[str, Any] | None]) -> None:
+        """Takes up what `save_bandits` gave; engines beyond the saved ones start afresh."""
+        for engine, state in zip(self.engines, saved, strict=False):
+            engine.restore_bandit(state)
 
     def generate(
         self,
