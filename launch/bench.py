@@ -29,7 +29,47 @@ def _train(args: argparse.Namespace) -> dict[str, Any]:
     return throughput.train(args.model, peers, args.repeats, args.threads, args.rows, args.length)
 
 
-BENCHMARKS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {"rollout": _rollout, "train": _train}
+def _read_run(args: argparse.Namespace) -> Any:
+    from launch.config import load_config
+    from launch.run_config import SCHEMA, make_run_config
+
+    overrides = [o.removeprefix("--").removeprefix("config.") for o in args.overrides]
+    return make_run_config(load_config(args.config, overrides, SCHEMA))
+
+
+def _strategies(args: argparse.Namespace) -> list[Any]:
+    from tlt_jax.strategy import parse
+
+    return [parse(name.strip()) for name in args.strategies.split(",") if name.strip()]
+
+
+def _spec(args: argparse.Namespace) -> dict[str, Any]:
+    from benchmarks import speculation
+
+    batches = [int(b) for b in args.batches.split(",")]
+    return speculation.spec(_read_run(args), batches, args.repeats, _strategies(args))
+
+
+def _bandit(args: argparse.Namespace) -> dict[str, Any]:
+    from benchmarks import speculation
+
+    return speculation.bandit(_read_run(args), args.live, args.repeats, _strategies(args))
+
+
+def _executables(args: argparse.Namespace) -> dict[str, Any]:
+    from benchmarks import speculation
+
+    return speculation.executables(_read_run(args))
+
+
+BENCHMARKS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
+    "rollout": _rollout,
+    "train": _train,
+    "spec": _spec,
+    "bandit": _bandit,
+    "executables": _executables,
+}
+PEER_BENCHMARKS = ("rollout", "train")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -38,10 +78,20 @@ def main(argv: list[str] | None = None) -> int:
     for name in BENCHMARKS:
         sub = names.add_parser(name)
         sub.add_argument("--json", default="", help="also write the result here")
-        sub.add_argument("--model", default="tiny", help="Hugging Face directory, or 'tiny'")
-        sub.add_argument("--peers", default="", help="comma-separated; default all that are installed")
         sub.add_argument("--repeats", type=int, default=5)
         sub.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+        if name in PEER_BENCHMARKS:
+            sub.add_argument("--model", default="tiny", help="Hugging Face directory, or 'tiny'")
+            sub.add_argument("--peers", default="", help="comma-separated; default all that are installed")
+        else:
+            sub.add_argument("--config", default="configs/quickstart.py", help="model, task, drafter and bandit")
+            sub.add_argument("overrides", nargs="*", help="config.section.field=value")
+        if name in ("spec", "bandit"):
+            sub.add_argument("--strategies", default="chain_3,chain_5,chain_7,4_2_8,ngram_3", help="fixed ones to show")
+        if name == "spec":
+            sub.add_argument("--batches", default="1,2,4,8,16", help="live batches")
+        if name == "bandit":
+            sub.add_argument("--live", type=int, default=16, help="responses at the start")
         if name == "rollout":
             sub.add_argument("--scenario", default="longtail", help="fixed, longtail, or decodeB for B rows")
         if name == "train":

@@ -16,6 +16,7 @@ from tlt_jax.drafter.export import load_drafter
 from tlt_jax.drafter.model import init_draft_params
 from tlt_jax.drafter.settings import DrafterConfig
 from tlt_jax.models.config import ModelConfig
+from tlt_jax.rollout.engine import RolloutEngine
 from tlt_jax.rollout.workers import WorkerPool
 from tlt_jax.sharding import Versioned, replicated
 from tlt_jax.types import DraftModel, Params
@@ -48,11 +49,14 @@ class Drafting:
           params: the trainable tree; default: the one that the run started with.
           version: of `params`.
         """
-        params = self.params if params is None else params
         for engine in workers.engines:
-            own = jax.device_put(params, replicated(engine.mesh))
-            d2t = None if self.d2t is None else jnp.asarray(self.d2t)
-            engine.load_drafter(Versioned(prepare(own, engine.weights.params, self.config, d2t), version))
+            self.load_into_engine(engine, params, version)
+
+    def load_into_engine(self, engine: RolloutEngine, params: Params | None = None, version: int = 0) -> None:
+        """As `load_into`, for one engine."""
+        own = jax.device_put(self.params if params is None else params, replicated(engine.mesh))
+        d2t = None if self.d2t is None else jnp.asarray(self.d2t)
+        engine.load_drafter(Versioned(prepare(own, engine.weights.params, self.config, d2t), version))
 
 
 def make_drafting(settings: DrafterConfig, target: ModelConfig) -> Drafting | None:

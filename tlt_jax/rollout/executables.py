@@ -74,15 +74,18 @@ class ExecutablePool:
                 self.stats.evicted += 1
             return program
 
-    def num_bytes(self) -> int:
-        """Bytes of the programs in the pool, as they would be stored, and of their temporary buffers.
+    def bytes_by_key(self) -> dict[Any, int]:
+        """Bytes of each program as it would be stored, and of its temporary buffers.
 
         The serialised size counts the code on every platform; XLA's own figure for it is 0 on CPU.
         """
-        total = 0
-        for program in self._programs.values():
-            total += len(serialize_executable.serialize(program)[0])
+        sizes = {}
+        for key, program in self._programs.items():
             memory = program.memory_analysis()
-            if memory is not None:
-                total += memory.temp_size_in_bytes
-        return total
+            temporary = 0 if memory is None else memory.temp_size_in_bytes
+            sizes[key] = len(serialize_executable.serialize(program)[0]) + temporary
+        return sizes
+
+    def num_bytes(self) -> int:
+        """Bytes of all programs in the pool."""
+        return sum(self.bytes_by_key().values())
