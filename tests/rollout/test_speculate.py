@@ -120,7 +120,7 @@ def run(drafter, weights, shape, memory, rows, pending, num_rounds=24):
     def step(memory, rows, pending):
         cache, tree = spec.draft(params, weights, drafter, shape, memory.draft, memory.features, rows, pending, 0)
         memory = memory.replace(draft=None)
-        memory, rows, pending, out = spec.verify(params, tiny.MODEL, (), True, memory, rows, tree, 0)
+        memory, rows, pending, out = spec.verify(params, tiny.MODEL, (), True, shape.rule, memory, rows, tree, 0)
         return memory.replace(draft=cache), rows, pending, out
 
     outs = []

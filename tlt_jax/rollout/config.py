@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 
+# How drafts are accepted; the first keeps the tokens of plain decoding, all keep its law.
+COUPLED, TARGET_ONLY, REJECTION = "coupled", "target_only", "rejection"
+RULES = (COUPLED, TARGET_ONLY, REJECTION)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RolloutConfig:
@@ -18,6 +22,8 @@ class RolloutConfig:
       prefill_chunk: most prompt tokens per row and prefill call.
       rounds_per_dispatch: most decoding rounds per device call; the host acts between calls.
       rounds_per_draft: most rounds per call while a drafter is at work; each may commit several tokens.
+      verify: rule by which drafts are accepted (`RULES`). "coupled" gives the tokens of plain decoding;
+        the others give their law, and are here to compare with.
       refill_frac: while requests wait, a call ends once this share of the batch has finished.
       cache_dtype: dtype of the key/value cache; "" takes the model's compute dtype.
       max_programs: bound on compiled programs kept.
@@ -31,6 +37,7 @@ class RolloutConfig:
     prefill_chunk: int = 512
     rounds_per_dispatch: int = 16
     rounds_per_draft: int = 4
+    verify: str = "coupled"
     refill_frac: float = 0.125
     cache_dtype: str = ""
     max_programs: int = 512
@@ -45,6 +52,7 @@ class RolloutConfig:
             ("prefill_chunk", self.prefill_chunk >= 1, ">= 1"),
             ("rounds_per_dispatch", self.rounds_per_dispatch >= 1, ">= 1"),
             ("rounds_per_draft", self.rounds_per_draft >= 1, ">= 1"),
+            ("verify", self.verify in RULES, f"one of {', '.join(RULES)}"),
             ("refill_frac", 0.0 <= self.refill_frac <= 1.0, "in [0, 1]"),
             ("max_programs", self.max_programs >= 1, ">= 1"),
             ("cache_dtype", self.cache_dtype in ("", "float32", "bfloat16"), "'', 'float32' or 'bfloat16'"),

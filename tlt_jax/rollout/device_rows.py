@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from tlt_jax.models.config import ModelConfig
 from tlt_jax.rollout import speculate as spec, steps
-from tlt_jax.rollout.config import RolloutConfig
+from tlt_jax.rollout.config import REJECTION, RolloutConfig
 from tlt_jax.rollout.executables import ExecutablePool
 from tlt_jax.rollout.memory import Memory, init_memory, put_memory, resize_memory
 from tlt_jax.rollout.prefix import PrefillGroup, Prompt, group_prompts
@@ -167,11 +167,12 @@ class DeviceRows:
         """Starts the verifying half of a round."""
         assert self.memory is not None
         width = tree.tokens.shape[1]
-        fn = functools.partial(_verify, self.model, self._feature_layers, truncate)
+        rule = self.config.verify
+        fn = functools.partial(_verify, self.model, self._feature_layers, truncate, rule)
         memory, draft = dataclasses.replace(self.memory, draft=None), self.memory.draft
         out_shardings = (self._sharding_without_draft, *(self._replicated,) * 3)
         args = (params, memory, rows, tree, np.int32(exit_live))
-        key = ("verify", *self.shape, width, truncate)
+        key = ("verify", *self.shape, width, truncate, rule == REJECTION, tree.log_q is None)
         memory, rows, pending, out = self._call(key, fn, args, (1,), out_shardings)
         self.memory = dataclasses.replace(memory, draft=draft)
         return rows, pending, out
@@ -323,8 +324,8 @@ def _draft(drafter, shape, params, draft_params, cache, features_BSD, rows, pend
     return spec.draft(params, draft_params, drafter, shape, cache, features_BSD, rows, pending, exit_live)
 
 
-def _verify(model, feature_layers, truncate, params, memory, rows, tree, exit_live):
-    return spec.verify(params, model, feature_layers, truncate, memory, rows, tree, exit_live)
+def _verify(model, feature_layers, truncate, rule, params, memory, rows, tree, exit_live):
+    return spec.verify(params, model, feature_layers, truncate, rule, memory, rows, tree, exit_live)
 
 
 def _read_features(features_BSD, row):

@@ -55,16 +55,18 @@ def request_key(seed: int, request_id: int) -> np.ndarray:
         return np.stack(threefry2x32(k0, k1, c0, c1, _KEY_ROUNDS)).astype(np.uint32)
 
 
-def gumbel(key_x2: jax.Array, position_x: jax.Array, vocab_size: int) -> jax.Array:
+def gumbel(key_x2: jax.Array, position_x: jax.Array, vocab_size: int, stream_x: jax.Array | None = None) -> jax.Array:
     """Standard Gumbel noise f32[..., V].
 
     Args:
       key_x2: u32[..., 2], from `request_key`.
       position_x: i32[...], absolute position of the token to draw.
       vocab_size: V.
+      stream_x: u32[...], numbers of independent streams; default 0, that of the tokens themselves.
     """
     t = position_x.astype(jnp.uint32)
-    k0, k1 = threefry2x32(key_x2[..., 0], key_x2[..., 1], t, jnp.zeros_like(t), _KEY_ROUNDS)
+    stream_x = jnp.zeros_like(t) if stream_x is None else stream_x
+    k0, k1 = threefry2x32(key_x2[..., 0], key_x2[..., 1], t, stream_x, _KEY_ROUNDS)
     half = (vocab_size + 1) // 2
     index = jnp.arange(half, dtype=jnp.uint32)
     words = threefry2x32(k0[..., None], k1[..., None], index, jnp.zeros_like(index), _BITS_ROUNDS)

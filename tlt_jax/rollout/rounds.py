@@ -22,13 +22,23 @@ import jax
 import numpy as np
 
 from tlt_jax.rollout import speculate as spec, steps
-from tlt_jax.rollout.config import RolloutConfig
+from tlt_jax.rollout.config import REJECTION, RolloutConfig
 from tlt_jax.rollout.device_rows import INGEST_ROWS, DeviceRows
 from tlt_jax.rollout.ngram import NgramDrafter
 from tlt_jax.rollout.scheduler import Active
 from tlt_jax.rollout.tree import host_chain
 from tlt_jax.sharding import Versioned
-from tlt_jax.strategy import LAYER_DRAFTER, NGRAM_DRAFTER, PLAIN, Choice, Outcome, Policy, Situation, Strategy
+from tlt_jax.strategy import (
+    LAYER_DRAFTER,
+    NGRAM_DRAFTER,
+    PLAIN,
+    TREE_KIND,
+    Choice,
+    Outcome,
+    Policy,
+    Situation,
+    Strategy,
+)
 from tlt_jax.types import Params
 
 
@@ -73,7 +83,7 @@ class Rounds:
         self._device, self._config, self._policy, self._ngram = device, config, policy, ngram
         self._state: Any = None if policy is None else policy.init()
         self.drafter: Versioned | None = None  # weights, as `drafter.decode.prepare` gives them
-        shapes = [spec.shape_of(s) for s in strategies_of(policy, config) if s != PLAIN]
+        shapes = [spec.shape_of(s, config.verify) for s in strategies_of(policy, config) if s != PLAIN]
         self.max_advance = max(
             [config.rounds_per_dispatch, *(config.rounds_per_draft * (shape.depth + 1) for shape in shapes)]
         )
@@ -87,6 +97,9 @@ class Rounds:
         if self._policy is not None and saved is not None:
             self._state = self._policy.from_json(saved)
 
+    def _shape(self, strategy: Strategy) -> spec.Shape:
+        return spec.shape_of(strategy, self._config.verify)
+
     def shapes(self, num_rows: int, smaller: int) -> list[tuple[spec.Shape, bool]]:
         """Speculative shapes that a batch of `num_rows` rows, more than `smaller` of them alive, may run.
 
@@ -98,7 +111,7 @@ class Rounds:
                 is_drafted = s.drafter == LAYER_DRAFTER
                 if s == PLAIN or (is_drafted and self.drafter is None):
                     continue
-                shape = spec.shape_of(s)
+                shape = self._shape(s)
                 found.setdefault((shape if is_drafted else shape.width, is_drafted), (shape, is_drafted))
         return list(found.values())
 
@@ -145,7 +158,7 @@ class Rounds:
         truncate = any(a.request.sampling.truncates for a in rows if a is not None)
         run = functools.partial(self._run, choice, rows, host_rows, truncate, exit_live, params)
         if choice.strategy.drafter == LAYER_DRAFTER:
-            self._catch_up(rows, spec.shape_of(choice.strategy).depth + 1, params)
+            self._catch_up(rows, self._shape(choice.strategy).depth + 1, params)
         start_s = time.perf_counter()
         outputs = run()
         return InFlight(
@@ -162,7 +175,7 @@ class Rounds:
         if choice.strategy == PLAIN:
             max_rounds = choice.max_rounds or self._config.rounds_per_dispatch
             return self._device.decode(host_rows, truncate, max_rounds, exit_live, params)
-        shape = spec.shape_of(choice.strategy)
+        shape = self._shape(choice.strategy)
         if choice.strategy.drafter == NGRAM_DRAFTER:
             return [self._device.verify(truncate, host_rows, self._propose(rows, shape.width), exit_live, params)[2]]
         assert self.drafter is not None
@@ -249,4 +262,11 @@ def strategies_of(policy: Policy | None, config: RolloutConfig) -> tuple[Strateg
     """Every strategy that a policy may choose at any live batch of an engine."""
     if policy is None:
         return (PLAIN,)
-    return tuple(dict.fromkeys(s for live in range(1, config.batch_buckets[-1] + 1) for s in policy.arms(live)))
+    found = tuple(dict.fromkeys(s for live in range(1, config.batch_buckets[-1] + 1) for s in policy.arms(live)))
+    trees = [s.name for s in found if s.kind == TREE_KIND]
+    if config.verify == REJECTION and trees:
+        raise ValueError(
+            f"rollout.verify: got 'rejection' with the trees {', '.join(trees)}, expected chains; take them out of "
+            "bandit.arms, or set rollout.verify to 'coupled' or 'target_only'"
+        )
+    return found

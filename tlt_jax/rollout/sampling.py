@@ -82,10 +82,12 @@ def draw(law_BTV: jax.Array, sampling: SamplingArrays, position_BT: jax.Array) -
     return draw_with(law_BTV, sampling, position_noise(sampling, position_BT, law_BTV.shape[-1]))
 
 
-def position_noise(sampling: SamplingArrays, position_BT: jax.Array, vocab_size: int) -> jax.Array:
-    """The noise f32[B,T,V] of each row's own request at each absolute position."""
+def position_noise(
+    sampling: SamplingArrays, position_BT: jax.Array, vocab_size: int, stream_BT: jax.Array | None = None
+) -> jax.Array:
+    """The noise f32[B,T,V] of each row's own request at each absolute position; streams as in `noise.gumbel`."""
     key_BT2 = jnp.broadcast_to(sampling.key[:, None], (*position_BT.shape, 2))
-    return gumbel(key_BT2, position_BT, vocab_size)
+    return gumbel(key_BT2, position_BT, vocab_size, stream_BT)
 
 
 def draw_with(law_BTV: jax.Array, sampling: SamplingArrays, noise_BTV: jax.Array) -> tuple[jax.Array, jax.Array]:

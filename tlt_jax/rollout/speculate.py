@@ -30,8 +30,10 @@ from flax import struct
 
 from tlt_jax.models.cache import LayerCache, compact
 from tlt_jax.models.config import ModelConfig
+from tlt_jax.models.layers import MASKED
 from tlt_jax.models.transformer import compute_logits, forward_cached
-from tlt_jax.rollout import tree as trees
+from tlt_jax.rollout import rejection, tree as trees
+from tlt_jax.rollout.config import COUPLED, REJECTION, TARGET_ONLY
 from tlt_jax.rollout.memory import Memory, features_of, read_features, write_features
 from tlt_jax.rollout.sampling import SamplingArrays, draw_with, position_noise, warp
 from tlt_jax.rollout.steps import Rows
@@ -41,11 +43,16 @@ from tlt_jax.types import DraftModel, Params
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """A draft tree's shape: `depth` D levels, `topk` children and beams, W = `width` nodes verified, root included."""
+    """A draft tree's shape: `depth` D levels, `topk` children and beams, W = `width` nodes verified, root included.
+
+    `rule` says with which noise it grows: that of the tokens to come ("coupled"), none ("target_only": the drafter's
+    most likely nodes), or noise of its own, so that drafts are drawn from the drafter's law ("rejection").
+    """
 
     depth: int
     topk: int
     width: int
+    rule: str = COUPLED
 
     @property
     def is_chain(self) -> bool:
@@ -57,10 +64,10 @@ class Shape:
         return max(self.width, (self.depth - 1) * self.topk)
 
 
-def shape_of(strategy: Strategy) -> Shape:
+def shape_of(strategy: Strategy, rule: str = COUPLED) -> Shape:
     """The shape of a chain, tree or n-gram strategy. W nodes are at most W - 1 deep, so deeper levels are left out."""
     width = strategy.verify_width
-    return Shape(min(strategy.depth, width - 1), strategy.topk, width)
+    return Shape(min(strategy.depth, width - 1), strategy.topk, width, rule)
 
 
 @struct.dataclass(kw_only=True)
@@ -125,7 +132,9 @@ def draft(
 
     B, W = rows.token.shape[0], shape.width
     zero_BW = jnp.zeros((B, W), jnp.int32)
-    nothing = trees.Tree(tokens=zero_BW, parent=zero_BW, depth=zero_BW, valid=zero_BW == 1)
+    V = params["embed"]["weight"].shape[0]
+    log_q = jnp.zeros((B, W - 1, V), jnp.float32) if shape.rule == REJECTION else None
+    nothing = trees.Tree(tokens=zero_BW, parent=zero_BW, depth=zero_BW, valid=zero_BW == 1, log_q=log_q)
     is_over = ~_goes_on(rows, exit_live)
     _, cache, tree = jax.lax.while_loop(lambda carry: ~carry[0], grow_once, (is_over, cache, nothing))
     return cache, tree
@@ -136,6 +145,7 @@ def verify(
     model: ModelConfig,
     feature_layers: Sequence[int],
     truncate: bool,
+    rule: str,
     memory: Memory,
     rows: Rows,
     tree: trees.Tree,
@@ -148,6 +158,7 @@ def verify(
       model: static.
       feature_layers: static.
       truncate: static; whether any row uses top-k, top-p or min-p.
+      rule: static; "rejection", or any other: those differ in how the tree was grown alone.
       memory: donated; without the drafter's cache.
       rows: state of the rows.
       tree: proposals, W nodes.
@@ -156,7 +167,7 @@ def verify(
 
     def verify_once(carry):
         _, memory, rows, _, _ = carry
-        memory, verdict = _verify(params, model, feature_layers, truncate, memory, rows, tree)
+        memory, verdict = _verify(params, model, feature_layers, truncate, rule, memory, rows, tree)
         num_B, rows, pending = _commit(rows, verdict)
         kept_BW = jnp.arange(W)[None] < num_B[:, None]
         out = SpecOut(
@@ -199,7 +210,10 @@ def _grow(params, draft_params, drafter: DraftModel, shape: Shape, cache, featur
     root_B1D = jnp.take_along_axis(h_BTD, last_B11, axis=1)
     position_BD = length_B[:, None] + 1 + jnp.arange(shape.depth, dtype=jnp.int32)
     V = params["embed"]["weight"].shape[0]
-    noise_BDV = jax.lax.optimization_barrier(position_noise(rows.sampling, position_BD, V))
+    noise_BDV = None
+    if shape.rule != TARGET_ONLY:
+        stream_BD = rejection.stream(rejection.DRAFT, position_BD, length_B) if shape.rule == REJECTION else None
+        noise_BDV = jax.lax.optimization_barrier(position_noise(rows.sampling, position_BD, V, stream_BD))
     grow = _grow_chain if shape.is_chain else _grow_tree
     context = _Context(params, draft_params, drafter, shape, rows.sampling, noise_BDV, length_B)
     tree, cache = grow(context, rows.token, root_B1D, cache)
@@ -214,19 +228,34 @@ class _Context:
     drafter: DraftModel
     shape: Shape
     sampling: SamplingArrays
-    noise_BDV: jax.Array
+    noise_BDV: jax.Array | None
     length_B: jax.Array
 
     def scores(self, h_BTD: jax.Array, level: int) -> jax.Array:
         """Log of each draft token's chance to win the draw after nodes of `level`, as the drafter sees it."""
-        logits_BTV = self.drafter.logits(self.draft_params, self.params, h_BTD)
-        temperature_B11 = self.sampling.temperature[:, None, None]
-        hot_B11 = temperature_B11 > 0
-        scaled_BTV = logits_BTV / jnp.where(hot_B11, temperature_B11, 1.0)
+        scaled_BTV = self.scaled_logits(h_BTD)
+        if self.noise_BDV is None:
+            return jax.nn.log_softmax(scaled_BTV, axis=-1)
         noise_BV = self.noise_BDV[:, level]
         if self.drafter.vocab_size != noise_BV.shape[-1]:
             noise_BV = jnp.take(noise_BV, self.drafter.target_ids(jnp.arange(self.drafter.vocab_size)), axis=1)
+        hot_B11 = self.sampling.temperature[:, None, None] > 0
         return jax.nn.log_softmax(scaled_BTV + jnp.where(hot_B11, noise_BV[:, None], 0.0), axis=-1)
+
+    def scaled_logits(self, h_BTD: jax.Array) -> jax.Array:
+        """The drafter's logits at the row's temperature; at temperature 0, at 1."""
+        temperature_B11 = self.sampling.temperature[:, None, None]
+        logits_BTV = self.drafter.logits(self.draft_params, self.params, h_BTD)
+        return logits_BTV / jnp.where(temperature_B11 > 0, temperature_B11, 1.0)
+
+    def law(self, h_BTD: jax.Array) -> jax.Array:
+        """Log-probabilities over the target's vocabulary that a draft of the rule "rejection" is drawn from."""
+        log_q_BTV = jax.nn.log_softmax(self.scaled_logits(h_BTD), axis=-1)
+        V = self.params["embed"]["weight"].shape[0]
+        if self.drafter.vocab_size == V:
+            return log_q_BTV
+        ids = self.drafter.target_ids(jnp.arange(self.drafter.vocab_size))
+        return jnp.full((*h_BTD.shape[:2], V), MASKED).at[..., ids].set(log_q_BTV)
 
     def step(self, h_BTD, tokens_BT, level: int, num_before: int, cache, block_mask):
         """Drafter rows for nodes of `level` (1, 2, ...), after `num_before` rows of earlier levels."""
@@ -239,15 +268,18 @@ class _Context:
 
 def _grow_chain(context: _Context, root_B, h_B1D, cache):
     """One child a node: the drafter's own winner of the draw."""
-    drafts = []
+    drafts, laws = [], []
     D = context.shape.depth
     for level in range(D):
+        if context.shape.rule == REJECTION:
+            laws.append(context.law(h_B1D))
         _, index_B1 = trees.top_k(context.scores(h_B1D, level)[:, 0], 1)
         drafts.append(context.drafter.target_ids(index_B1))
         if level + 1 < D:
             h_B1D, cache = context.step(h_B1D, drafts[-1], level + 1, level, cache, None)
     drafts_BD = jnp.concatenate(drafts, axis=1)
-    return trees.chain(root_B, drafts_BD, jnp.full(root_B.shape, D, jnp.int32)), cache
+    tree = trees.chain(root_B, drafts_BD, jnp.full(root_B.shape, D, jnp.int32))
+    return dataclasses.replace(tree, log_q=jnp.concatenate(laws, axis=1) if laws else None), cache
 
 
 def _grow_tree(context: _Context, root_B, h_B1D, cache):
@@ -281,7 +313,9 @@ def _grow_tree(context: _Context, root_B, h_B1D, cache):
     return trees.select(candidates, root_B, context.shape.width), cache
 
 
-def _verify(params, model: ModelConfig, feature_layers, truncate: bool, memory: Memory, rows: Rows, tree: trees.Tree):
+def _verify(
+    params, model: ModelConfig, feature_layers, truncate: bool, rule: str, memory: Memory, rows: Rows, tree: trees.Tree
+):
     """The target's token at every node, and the path that they accept; the path moved to the front."""
     W = tree.tokens.shape[1]
     start_B = _block_start(rows, memory.target[0].k.shape[-1], W)
@@ -297,9 +331,12 @@ def _verify(params, model: ModelConfig, feature_layers, truncate: bool, memory: 
         feature_layers=feature_layers,
     )
     law_BWV = warp(compute_logits(params, model, forward.hidden), rows.sampling, truncate)
-    noise_BWV = position_noise(rows.sampling, position_BW + 1, law_BWV.shape[-1])
-    token_BW, logprob_BW = draw_with(law_BWV, rows.sampling, noise_BWV)
-    verdict = trees.accept(tree, token_BW, logprob_BW)
+    if rule == REJECTION:
+        verdict = rejection.accept(tree, law_BWV, rows.sampling, position_BW + 1, start_B)
+    else:
+        noise_BWV = position_noise(rows.sampling, position_BW + 1, law_BWV.shape[-1])
+        token_BW, logprob_BW = draw_with(law_BWV, rows.sampling, noise_BWV)
+        verdict = trees.accept(tree, token_BW, logprob_BW)
     cache = compact(cache, start_B, verdict.path, W)
     features_BWD = jnp.take_along_axis(features_of(forward), verdict.path[:, :, None], axis=1)
     features = write_features(memory, features_BWD, start_B)

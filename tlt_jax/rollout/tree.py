@@ -26,6 +26,7 @@ class Tree:
     parent: jax.Array  # i32[B,W], 0 for the root itself
     depth: jax.Array  # i32[B,W], 0 for the root
     valid: jax.Array  # bool[B,W]; an invalid node is never accepted
+    log_q: jax.Array | None = None  # f32[B,W-1,V] law that node i+1 was drawn from, where the rule needs it
 
 
 @struct.dataclass(kw_only=True)
