@@ -22,7 +22,10 @@ LAYERS = (
     (("launch", "configs"),),
 )
 MAY_IMPORT_LINEN = ("tlt_jax/models/", "tlt_jax/drafter/model.py")
-WITHOUT_JAX = ("tlt_jax/bandit/", "tlt_jax/coordinator/messages.py", "tlt_jax/coordinator/state.py")
+WITHOUT_JAX = (
+    "tlt_jax/bandit/",
+    *(f"tlt_jax/coordinator/{name}.py" for name in ("messages", "state", "agent", "work")),
+)
 OUTSIDE = ("torch", "tensorflow", "vllm", "sglang", "tunix")  # never a dependency, not even an optional one
 
 
