@@ -7,25 +7,46 @@ Repeats go round all engines in turn, so that a busy moment of the machine meets
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-from benchmarks import machine
+from benchmarks import lossless, machine
 from launch import setup
 from launch.run_config import RunConfig
 from tlt_jax.bandit.factory import make_policy
+from tlt_jax.bandit.strategies import ArmTable
 from tlt_jax.rl.experience import make_requests
+from tlt_jax.rollout.config import REJECTION, RULES
 from tlt_jax.rollout.engine import RolloutEngine
 from tlt_jax.rollout.executables import ExecutablePool
 from tlt_jax.rollout.speculate import shape_of
 from tlt_jax.sharding import Versioned
-from tlt_jax.strategy import LAYER_DRAFTER, PLAIN, Strategy
+from tlt_jax.strategy import LAYER_DRAFTER, PLAIN, TREE_KIND, Outcome, Policy, Strategy
 from tlt_jax.types import Completion, Params, Request
 
 ADAPTIVE = "adaptive"
 POLICIES = (ADAPTIVE, "model", "beg_mab")
+
+
+class Call(NamedTuple):
+    """What one device call gave."""
+
+    live: int
+    tokens: int
+    seconds: float
+
+
+def _recording(policy: Policy, calls: list[Call]) -> Policy:
+    """The same policy, which also notes down what it is told."""
+
+    def update(state: Any, outcome: Outcome) -> Any:
+        calls.append(Call(outcome.situation.live_batch, int(outcome.committed.sum()), outcome.elapsed_s))
+        return policy.update(state, outcome)
+
+    return policy._replace(update=update)
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -33,6 +54,7 @@ class Contestant:
     """One engine and what it has shown."""
 
     engine: RolloutEngine
+    calls: list[Call]
     walls_s: list[float] = dataclasses.field(default_factory=list)
     completions: list[Completion] = dataclasses.field(default_factory=list)
 
@@ -68,22 +90,28 @@ class Bench:
     params: Params
     requests: Callable[[int], list[Request]]  # so many of them
 
-    def contestant(self, live: int, arms: str, pool: ExecutablePool | None) -> Contestant:
-        """An engine at most `live` rows wide; without arms the plain one, which keeps no features either."""
+    def contestant(self, live: int, arms: str, pool: ExecutablePool | None, **bandit: Any) -> Contestant:
+        """An engine at most `live` rows wide; without arms the plain one, which keeps no features either.
+
+        `bandit` changes fields of the run's bandit.
+        """
         run, drafting = self.run, self.inputs.drafting if arms else None
+        calls: list[Call] = []
         engine = RolloutEngine(
             self.inputs.model,
             dataclasses.replace(run.rollout, max_live=live),
             seed=run.loop.seed,
             pool=pool,
             drafter=None if drafting is None else drafting.model,
-            bandit=make_policy(dataclasses.replace(run.bandit, arms=arms), "cpu") if arms else None,
+            bandit=_recording(make_policy(dataclasses.replace(run.bandit, arms=arms, **bandit), "cpu"), calls)
+            if arms
+            else None,
             ngram=run.ngram,
         )
         engine.load(Versioned(self.params, 0))
         if drafting is not None:
             drafting.load_into_engine(engine)
-        return Contestant(engine=engine)
+        return Contestant(engine=engine, calls=calls)
 
 
 def prepare(run: RunConfig) -> Bench:
@@ -147,28 +175,43 @@ def bandit(run: RunConfig, live: int, repeats: int, strategies: Sequence[Strateg
     """The live choice, by both policies, against each fixed strategy over whole rollouts whose batch shrinks to one.
 
     Returns:
-      `tok_s` by name, and `regret_frac`: how much longer the configured policy takes than the best fixed strategy of
-      each phase would, a phase being the live batches that share a bucket of arms.
+      `tok_s` by name, `regret_frac`: how much longer the configured policy decodes than the best fixed strategy of each
+      phase would, a phase being the live batches that share a bucket of arms; and that of the other policy.
     """
     bench = prepare(run)
     contestants = _contestants(bench, live, strategies)
     other = "beg_mab" if run.bandit.policy == "model" else "model"
-    rival = dataclasses.replace(
-        bench, run=dataclasses.replace(run, bandit=dataclasses.replace(run.bandit, policy=other))
-    )
-    contestants[other] = rival.contestant(live, run.bandit.table("cpu").text, contestants[ADAPTIVE].engine.pool)
+    table, pool = run.bandit.table("cpu"), contestants[ADAPTIVE].engine.pool
+    contestants[other] = bench.contestant(live, table.text, pool, policy=other)
     requests = bench.requests(live)
     _race(contestants, requests, repeats)
-    tok_s = {name: c.tok_s for name, c in contestants.items()}
-    best = max(v for name, v in tok_s.items() if name not in (ADAPTIVE, other))
+    fixed = [c for name, c in contestants.items() if name not in ("plain", ADAPTIVE, other)]
+    fixed.append(bench.contestant(live, "1: plain", pool))
+    for _ in range(repeats):
+        fixed[-1].run(requests, is_timed=True)
     return {
-        "tok_s": tok_s,
-        "regret_frac": best / tok_s[ADAPTIVE] - 1.0,
+        "tok_s": {name: c.tok_s for name, c in contestants.items()},
+        "regret_frac": _regret(contestants[ADAPTIVE], fixed, table),
+        "regret_frac_other": _regret(contestants[other], fixed, table),
         "policy": run.bandit.policy,
         "arm_rounds": {name: contestants[name].engine.stats.arm_rounds for name in (ADAPTIVE, other)},
         "live": live,
         "machine": machine.describe(),
     }
+
+
+def _regret(adaptive: Contestant, fixed: Sequence[Contestant], table: ArmTable) -> float:
+    """How much longer the adaptive choice decodes than playing the best of `fixed` in each phase would."""
+    best_s = 0.0
+    for phase in range(len(table.thresholds)):
+        rates = []
+        for c in fixed:
+            calls = [call for call in c.calls if table.bucket(call.live) == phase]
+            if calls:
+                rates.append(sum(call.seconds for call in calls) / sum(call.tokens for call in calls))
+        tokens = sum(call.tokens for call in adaptive.calls if table.bucket(call.live) == phase)
+        best_s += tokens * min(rates, default=0.0)
+    return sum(call.seconds for call in adaptive.calls) / best_s - 1.0
 
 
 def _contestants(bench: Bench, live: int, strategies: Sequence[Strategy]) -> dict[str, Contestant]:
@@ -188,6 +231,38 @@ def _race(contestants: dict[str, Contestant], requests: Sequence[Request], repea
     for _ in range(repeats):
         for c in contestants.values():
             c.run(requests, is_timed=True)
+
+
+def accept(
+    run: RunConfig, temperatures: Sequence[float], strategies: Sequence[Strategy], num_requests: int
+) -> dict[str, Any]:
+    """Tokens committed per round by rule, with one drafter on the same requests.
+
+    "coupled" and "target_only" commit the same tokens, so they meet the same states; "rejection", for chains, has tokens
+    of its own from the same law.
+
+    Raises:
+      ValueError: no drafter.
+    """
+    if not run.drafter.enabled:
+        raise ValueError("bench accept: got no drafter, expected one; set config.drafter.enabled=true and drafter.path")
+    bench = prepare(run)
+    pools = {rule: ExecutablePool(run.rollout.max_programs) for rule in RULES}
+    rows = []
+    for temperature, strategy, rule in itertools.product(temperatures, strategies, RULES):
+        if rule == REJECTION and strategy.kind == TREE_KIND:
+            continue
+        rollout = dataclasses.replace(run.rollout, verify=rule)
+        engine = dataclasses.replace(bench, run=dataclasses.replace(run, rollout=rollout))
+        c = engine.contestant(rollout.batch_buckets[-1], f"1: {strategy.name}", pools[rule])
+        requests = [
+            dataclasses.replace(r, sampling=dataclasses.replace(r.sampling, temperature=temperature))
+            for r in bench.requests(num_requests)
+        ]
+        c.run(requests, is_timed=False)
+        shown = {"temperature": temperature, "strategy": strategy.name, "verify": rule}
+        rows.append(shown | {"accept_len": c.accept_len, "num_tokens": c.num_tokens})
+    return {"rows": rows, "drafter": run.drafter.path.rsplit("/", 1)[-1], "machine": machine.describe()}
 
 
 def executables(run: RunConfig) -> dict[str, Any]:
@@ -243,3 +318,43 @@ def _naive_sizes(every: dict[tuple, int], strategy: Strategy) -> list[int]:
     if strategy.drafter == LAYER_DRAFTER:
         sizes += [size for key, size in every.items() if key[0] == "draft" and key[3] == shape]
     return sizes
+
+
+def lossless_check(run: RunConfig, num_tokens: int, temperatures: Sequence[float]) -> dict[str, Any]:
+    """Plain and speculative tokens of the same requests, at least `num_tokens` of them, at several temperatures.
+
+    The speculative engine changes its strategy with every call, through all those that the arms name.
+    """
+    bench = prepare(run)
+    pool = ExecutablePool(run.rollout.max_programs)
+    live, table = run.rollout.batch_buckets[-1], run.bandit.table("cpu")
+    plain = bench.contestant(live, "", None)
+    every = f"1: {', '.join(s.name for s in table.strategies)}"
+    other = bench.contestant(live, every, pool, policy="beg_mab", epsilon=1.0)  # a random arm every time
+    num_done, differences, per_temperature = 0, [], {}
+    for i, temperature in enumerate(temperatures):
+        num_here = 0
+        for batch in itertools.count():
+            requests = [_warmer(r, temperature, (i << 20) + (batch << 12)) for r in bench.requests(4 * live)]
+            plain.run(requests, is_timed=False)
+            other.run(requests, is_timed=False)
+            differences += lossless.compare(
+                plain.completions, other.completions, requests, bench.inputs.model, bench.params, run.loop.seed
+            )
+            num_here += plain.num_tokens
+            if num_here * len(temperatures) >= num_tokens:
+                break
+        per_temperature[str(temperature)] = num_here
+        num_done += num_here
+    return {
+        **lossless.summary(num_done, differences),
+        "tokens_by_temperature": per_temperature,
+        "arm_rounds": other.engine.stats.arm_rounds,
+        "accept_len": other.accept_len,
+        "machine": machine.describe(),
+    }
+
+
+def _warmer(request: Request, temperature: float, offset: int) -> Request:
+    sampling = dataclasses.replace(request.sampling, temperature=temperature, ignore_eos=True)
+    return dataclasses.replace(request, request_id=request.request_id + offset, sampling=sampling)

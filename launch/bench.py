@@ -56,6 +56,20 @@ def _bandit(args: argparse.Namespace) -> dict[str, Any]:
     return speculation.bandit(_read_run(args), args.live, args.repeats, _strategies(args))
 
 
+def _lossless(args: argparse.Namespace) -> dict[str, Any]:
+    from benchmarks import speculation
+
+    temperatures = [float(t) for t in args.temperatures.split(",")]
+    return speculation.lossless_check(_read_run(args), args.tokens, temperatures)
+
+
+def _accept(args: argparse.Namespace) -> dict[str, Any]:
+    from benchmarks import speculation
+
+    temperatures = [float(t) for t in args.temperatures.split(",")]
+    return speculation.accept(_read_run(args), temperatures, _strategies(args), args.requests)
+
+
 def _executables(args: argparse.Namespace) -> dict[str, Any]:
     from benchmarks import speculation
 
@@ -68,6 +82,8 @@ BENCHMARKS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
     "spec": _spec,
     "bandit": _bandit,
     "executables": _executables,
+    "accept": _accept,
+    "lossless": _lossless,
 }
 PEER_BENCHMARKS = ("rollout", "train")
 
@@ -86,10 +102,17 @@ def main(argv: list[str] | None = None) -> int:
         else:
             sub.add_argument("--config", default="configs/quickstart.py", help="model, task, drafter and bandit")
             sub.add_argument("overrides", nargs="*", help="config.section.field=value")
+        if name == "accept":
+            sub.add_argument("--temperatures", default="0.6,0.9,1.0")
+            sub.add_argument("--strategies", default="chain_3,chain_5,3_2_8,4_2_8,6_4_16,8_4_32")
+            sub.add_argument("--requests", type=int, default=64)
         if name in ("spec", "bandit"):
             sub.add_argument("--strategies", default="chain_3,chain_5,chain_7,4_2_8,ngram_3", help="fixed ones to show")
         if name == "spec":
             sub.add_argument("--batches", default="1,2,4,8,16", help="live batches")
+        if name == "lossless":
+            sub.add_argument("--tokens", type=int, default=20_000, help="compared in all")
+            sub.add_argument("--temperatures", default="0,0.6,1.0")
         if name == "bandit":
             sub.add_argument("--live", type=int, default=16, help="responses at the start")
         if name == "rollout":

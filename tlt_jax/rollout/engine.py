@@ -26,14 +26,13 @@ import numpy as np
 from jax.sharding import Mesh
 
 from tlt_jax.models.config import ModelConfig
-from tlt_jax.rollout import steps
 from tlt_jax.rollout.config import RolloutConfig
 from tlt_jax.rollout.device_rows import DeviceRows, EngineStats
 from tlt_jax.rollout.executables import ExecutablePool
 from tlt_jax.rollout.ngram import NgramConfig, NgramDrafter
 from tlt_jax.rollout.noise import request_key
+from tlt_jax.rollout.requests import check_request, host_rows, stop_ids
 from tlt_jax.rollout.rounds import Committed, InFlight, Rounds, strategies_of
-from tlt_jax.rollout.sampling import SamplingArrays
 from tlt_jax.rollout.scheduler import Active, Scheduler
 from tlt_jax.rollout.speculate import shape_of
 from tlt_jax.rollout.stop_strings import find_stop
@@ -245,7 +244,7 @@ class RolloutEngine:
         buckets = (0, *self.config.batch_buckets)
         drafter = self._rounds.drafter
         self._device.warm_up(
-            lambda num_rows: self._host_rows([None] * num_rows),
+            lambda num_rows: host_rows([None] * num_rows, self.model.vocab_size),
             variants,
             lambda num_rows: self._rounds.shapes(num_rows, buckets[buckets.index(num_rows) - 1]),
             None if drafter is None else drafter.params,
@@ -275,32 +274,7 @@ class RolloutEngine:
 
     def check(self, r: Request) -> None:
         """Raises ValueError where `submit` would refuse the request by itself."""
-        if not r.prompt_ids:
-            raise ValueError(f"request {r.request_id}: got an empty prompt, expected at least one token")
-        if min(r.prompt_ids) < 0 or max(r.prompt_ids) >= self.model.vocab_size:
-            raise ValueError(
-                f"request {r.request_id}: got token ids {min(r.prompt_ids)}..{max(r.prompt_ids)}, expected ids in "
-                f"[0, {self.model.vocab_size}); tokenize with this model's tokenizer"
-            )
-        if len(r.prompt_ids) + r.sampling.max_tokens > self.config.max_len:
-            raise ValueError(
-                f"request {r.request_id}: got {len(r.prompt_ids)} prompt tokens and max_tokens "
-                f"{r.sampling.max_tokens}, expected at most {self.config.max_len} in all; raise "
-                "rollout.max_len, lower sampling.max_tokens or shorten the prompt"
-            )
-        if len(self._stop_ids(r)) > steps.MAX_STOP_IDS:
-            raise ValueError(
-                f"request {r.request_id}: got {len(self._stop_ids(r))} stop ids, expected at most {steps.MAX_STOP_IDS}"
-            )
-        if r.sampling.stop and (self._decode_text is None or not all(r.sampling.stop)):
-            raise ValueError(
-                f"request {r.request_id}: got stop strings {r.sampling.stop}, expected non-empty strings and an engine "
-                "made with decode_text"
-            )
-
-    def _stop_ids(self, r: Request) -> tuple[int, ...]:
-        own = () if r.sampling.ignore_eos else self.model.eos_token_ids
-        return tuple(dict.fromkeys((*own, *r.sampling.stop_token_ids)))
+        check_request(r, self.model, self.config, has_text=self._decode_text is not None)
 
     # 1. collect
 
@@ -416,7 +390,7 @@ class RolloutEngine:
                 break
             r = s.waiting.popleft()
             key = request_key(self.seed, r.request_id)
-            s.rows[row] = Active(request=r, stop_ids=self._stop_ids(r), key=key, start_s=now_s)
+            s.rows[row] = Active(request=r, stop_ids=stop_ids(r, self.model), key=key, start_s=now_s)
             if self._ngram is not None:
                 self._ngram.start(r.request_id, r.prompt_ids)
             taken.append(row)
@@ -428,7 +402,7 @@ class RolloutEngine:
         s, weights = self._scheduler, self._loaded()
         self._in_flight = self._rounds.start(
             s.rows,
-            self._host_rows(s.rows),
+            host_rows(s.rows, self.model.vocab_size),
             self._exit_live(),
             params=weights.params,
             policy_version=weights.version,
@@ -444,27 +418,3 @@ class RolloutEngine:
             return num_live - max(1, round(self.config.refill_frac * len(s.rows)))
         smaller = [b for b in s.batch_buckets if b < num_live]
         return smaller[-1] if smaller else 0
-
-    def _host_rows(self, active: Sequence[Active | None]) -> steps.Rows:
-        def column(get: Callable[[Active], Any], empty: Any, dtype: Any) -> Any:
-            return np.asarray([empty if a is None else get(a) for a in active], dtype)
-
-        stop_ids: Any = np.full((len(active), steps.MAX_STOP_IDS), -1, np.int32)
-        for row, a in enumerate(active):
-            if a is not None:
-                stop_ids[row, : len(a.stop_ids)] = a.stop_ids
-        sampling = SamplingArrays(
-            key=column(lambda a: a.key, np.zeros(2, np.uint32), np.uint32),
-            temperature=column(lambda a: a.request.sampling.temperature, 0.0, np.float32),
-            top_k=column(lambda a: min(a.request.sampling.top_k, self.model.vocab_size), 0, np.int32),
-            top_p=column(lambda a: a.request.sampling.top_p, 1.0, np.float32),
-            min_p=column(lambda a: a.request.sampling.min_p, 0.0, np.float32),
-        )
-        return steps.Rows(
-            token=column(lambda a: a.newest, 0, np.int32),
-            length=column(lambda a: a.length, 0, np.int32),
-            limit=column(lambda a: a.limit, 0, np.int32),
-            live=column(lambda a: True, False, np.bool_),
-            stop_ids=stop_ids,
-            sampling=sampling,
-        )

@@ -50,8 +50,11 @@ def write_features(memory: Memory, features_BTD: jax.Array, start_B: jax.Array) 
     """The buffer with T new features per row at slots `start_B` on; None where there is no buffer."""
     if memory.features is None:
         return None
+    features_BTD = features_BTD.astype(memory.features.dtype)
+    if len(start_B) == 1:  # not as a scatter: see `cache.write`
+        return jax.lax.dynamic_update_slice(memory.features, features_BTD, (0, start_B[0], 0))
     put = jax.vmap(lambda x, y, i: jax.lax.dynamic_update_slice(x, y, (i, 0)))
-    return put(memory.features, features_BTD.astype(memory.features.dtype), start_B)
+    return put(memory.features, features_BTD, start_B)
 
 
 def read_features(features_BSD: jax.Array, start_B: jax.Array, num: int) -> jax.Array:
