@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tlt_jax.coordinator.runtime import WorkerPool
 from tlt_jax.drafter.config import DraftConfig
 from tlt_jax.drafter.decode import make_draft_model, prepare
 from tlt_jax.drafter.export import load_drafter
@@ -17,7 +18,6 @@ from tlt_jax.drafter.model import init_draft_params
 from tlt_jax.drafter.settings import DrafterConfig
 from tlt_jax.models.config import ModelConfig
 from tlt_jax.rollout.engine import RolloutEngine
-from tlt_jax.rollout.workers import WorkerPool
 from tlt_jax.sharding import Versioned, replicated
 from tlt_jax.types import DraftModel, Params
 

@@ -21,8 +21,8 @@ from launch.config import ConfigError
 from launch.progress import TerminalReporter
 from launch.run_config import RunConfig
 from tlt_jax.checkpoint import CheckpointStore
+from tlt_jax.coordinator.runtime import WorkerPool
 from tlt_jax.rl.evaluate import evaluate
-from tlt_jax.rollout.workers import WorkerPool
 
 _CHECKPOINT = flags.DEFINE_string("checkpoint", "", "Workdir of a run, or a Hugging Face directory.")
 _STEP = flags.DEFINE_integer("step", None, "RL step of the checkpoint; default the newest.")

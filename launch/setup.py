@@ -15,6 +15,7 @@ from launch.drafting import Drafting, make_drafting
 from launch.fetch import resolve_model
 from launch.run_config import RunConfig
 from tlt_jax.bandit.factory import make_policy as make_strategy_policy
+from tlt_jax.coordinator.runtime import WorkerPool
 from tlt_jax.models.config import ModelConfig
 from tlt_jax.models.hf import load_config, load_hf
 from tlt_jax.models.transformer import param_shapes
@@ -23,7 +24,6 @@ from tlt_jax.rl.prompts import load_tokenizer
 from tlt_jax.rl.rewards import RewardPool
 from tlt_jax.rl.tasks import Task, make_task
 from tlt_jax.rollout.engine import RolloutEngine
-from tlt_jax.rollout.workers import WorkerPool
 from tlt_jax.sharding import Versioned, make_mesh, param_shardings, publish, worker_meshes
 from tlt_jax.types import Params
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from tests.tiny_model import LocalRewards
+from tlt_jax.coordinator.runtime import WorkerPool
 from tlt_jax.models.config import ModelConfig
 from tlt_jax.models.transformer import init_params
 from tlt_jax.rl.algorithms import preset
@@ -25,7 +26,6 @@ from tlt_jax.rl.tasks import Prompt
 from tlt_jax.rl.update import make_learner
 from tlt_jax.rollout.config import RolloutConfig
 from tlt_jax.rollout.engine import RolloutEngine
-from tlt_jax.rollout.workers import WorkerPool
 from tlt_jax.sharding import param_shardings, publish
 from tlt_jax.types import Params, SamplingParams
 

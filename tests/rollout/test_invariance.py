@@ -5,7 +5,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from tests.rollout.tiny import check, make_engine, prompt, request, tokens_of
-from tlt_jax.rollout.workers import WorkerPool
+from tlt_jax.coordinator.runtime import WorkerPool
 from tlt_jax.sharding import worker_meshes
 
 REQUESTS = [

@@ -83,10 +83,17 @@ class Directive:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Open:
-    """The loop to the coordinator: a rollout of so many requests begins; every worker has access to its queue."""
+    """The loop to the coordinator: a rollout of so many requests begins; every worker has access to its queue.
+
+    Attributes:
+      rollout: its number, above all before it.
+      num_requests: how many.
+      train: whether idle workers may train.
+    """
 
     rollout: int
     num_requests: int
+    train: bool = True
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

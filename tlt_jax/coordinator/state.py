@@ -82,6 +82,7 @@ class CoordinatorState:
     workers: tuple[Worker, ...]
     rollout: int = 0  # in progress, or the last one
     num_requests: int = 0
+    is_training: bool = True  # idle workers may train in this rollout
     is_over: bool = True
     failure: str = ""
     next_window: int = 1
@@ -146,6 +147,7 @@ def _open(state: CoordinatorState, event: Open, now_s: float, actions: list[Acti
         state,
         rollout=event.rollout,
         num_requests=event.num_requests,
+        is_training=state.config.train and event.train,
         is_over=event.num_requests == 0,
         failure="",
     )
@@ -212,7 +214,7 @@ def _direct(state: CoordinatorState, actions: list[Action]) -> CoordinatorState:
         if w.granted is not None and (w.is_recalled or w.is_spent or w.state not in _WITHOUT_WORK):
             state = _tell(state, i, actions)
     num_idle = sum(w.state in _WITHOUT_WORK for w in state.workers)
-    if not state.config.train or num_idle < state.config.min_idle:
+    if not state.is_training or num_idle < state.config.min_idle:
         return state
     for i, w in enumerate(state.workers):
         if w.state is WorkerState.IDLE and w.granted is None and not (w.is_recalled or w.is_spent):

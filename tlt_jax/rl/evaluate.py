@@ -7,10 +7,11 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from tlt_jax.coordinator.driver import OnProgress
+from tlt_jax.coordinator.runtime import WorkerPool
 from tlt_jax.rl.experience import EVAL_REQUEST_ID, Scored, collect, make_requests
 from tlt_jax.rl.rewards import RewardPool
 from tlt_jax.rl.tasks import Prompt
-from tlt_jax.rollout.workers import OnProgress, WorkerPool
 from tlt_jax.types import FINISH_LENGTH, SamplingParams
 
 

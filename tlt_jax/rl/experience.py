@@ -12,13 +12,14 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
+from tlt_jax.coordinator.driver import OnProgress
+from tlt_jax.coordinator.runtime import WorkerPool
 from tlt_jax.rl.rewards import RewardItem, RewardPool, RewardResult
 from tlt_jax.rl.tasks import Prompt
-from tlt_jax.rollout.workers import OnProgress, OnState, WorkerPool
 from tlt_jax.types import FINISH_LENGTH, Completion, Request, SamplingParams
 
 # Request ids of evaluations lie above those of training, so that evaluating changes no training response.
@@ -37,7 +38,6 @@ class Scored:
     reward_messages: tuple[str, ...]
     rollout_s: float
     reward_s: float  # waited for rewards after the last response had finished
-    idle_frac: float  # share of the workers' time in the rollout after they had run dry
 
     @property
     def rewards_PR(self) -> np.ndarray:
@@ -71,7 +71,10 @@ def collect(
     requests: Sequence[Request],
     decode_text: Callable[[Sequence[int]], str],
     on_progress: OnProgress | None = None,
-    on_state: OnState | None = None,
+    *,
+    step: int = 0,
+    train: bool = False,
+    expected_lens: Mapping[int, float] | None = None,
 ) -> Scored:
     """Decodes and scores `requests`; rewards are computed while the tail decodes.
 
@@ -82,7 +85,9 @@ def collect(
       requests: from `make_requests` over `prompts`.
       decode_text: token ids to text.
       on_progress: called as responses advance.
-      on_state: called when a worker becomes busy or idle.
+      step: RL step.
+      train: whether idle workers train the drafter.
+      expected_lens: tokens of a response by place in `prompts`, where known.
     """
     first_id = requests[0].request_id
     texts: dict[int, str] = {}
@@ -100,7 +105,7 @@ def collect(
         pending.append((rows, rewards.submit(items)))
 
     start_s = time.perf_counter()
-    completions = workers.generate(requests, on_done, on_progress, on_state)
+    completions = workers.generate(requests, on_done, on_progress, step=step, train=train, expected_lens=expected_lens)
     rollout_s = time.perf_counter() - start_s
     scores = np.full(len(requests), np.nan, np.float32)
     status = [""] * len(requests)
@@ -121,7 +126,6 @@ def collect(
         reward_messages=tuple(messages),
         rollout_s=rollout_s,
         reward_s=time.perf_counter() - start_s - rollout_s,
-        idle_frac=workers.idle_frac,
     )
 
 
@@ -137,7 +141,6 @@ def concat(parts: Sequence[Scored]) -> Scored:
         reward_messages=tuple(m for part in parts for m in part.reward_messages),
         rollout_s=rollout_s,
         reward_s=sum(part.reward_s for part in parts),
-        idle_frac=sum(part.idle_frac * part.rollout_s for part in parts) / max(rollout_s, 1e-9),
     )
 
 
@@ -176,7 +179,6 @@ def rollout_metrics(scored: Scored) -> dict[str, float]:
         "spec/accept_len_straggler": max(scored.completions, key=lambda c: c.end_s).accept_len,
         "spec/drafted": sum(c.drafted for c in scored.completions),
         "spec/accepted": sum(c.accepted for c in scored.completions),
-        "worker/idle_frac": scored.idle_frac,
         "rl/reward_mean": float(scored.rewards.mean()),
         "reward/errors": scored.reward_status.count("error"),
         "reward/timeouts": scored.reward_status.count("timeout"),

@@ -25,6 +25,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from tlt_jax.checkpoint import CheckpointStore
+from tlt_jax.coordinator.messages import Change
+from tlt_jax.coordinator.runtime import WorkerPool, worker_metrics
+from tlt_jax.coordinator.work import LengthHistory
 from tlt_jax.metrics import CompileCounter, MetricsWriter, RolloutWriter, TimelineWriter, memory_metrics
 from tlt_jax.rl.advantages import find_constant_groups
 from tlt_jax.rl.algorithms import AlgorithmConfig
@@ -36,7 +39,6 @@ from tlt_jax.rl.rewards import RewardPool
 from tlt_jax.rl.tasks import Prompt, TrainIterator
 from tlt_jax.rl.update import Learner
 from tlt_jax.rollout.engine import Progress
-from tlt_jax.rollout.workers import WorkerPool
 from tlt_jax.sharding import Versioned
 from tlt_jax.types import Params, SamplingParams
 
@@ -139,10 +141,13 @@ class TrainLoop:
 
     def __post_init__(self):
         self._compiles = CompileCounter()
+        self._lengths = LengthHistory()
+        self._start_s = time.perf_counter()
+        if self.workers.coordinator is not None:
+            self.workers.coordinator.on_change = self._on_change
 
     def run(self) -> dict[str, float]:
         """Trains up to `config.num_steps`; returns the last step's metrics."""
-        self._start_s = time.perf_counter()
         self._publish(self.first_step - 1)
         last: dict[str, float] = {}
         self.step = self.first_step - 1
@@ -157,11 +162,12 @@ class TrainLoop:
 
     def _step(self, step: int) -> dict[str, float]:
         clock, start_s = _PhaseClock(), time.perf_counter()
-        before, arms = self._compiles.read(), self.workers.arm_rounds()
+        before, arms, seconds = self._compiles.read(), self.workers.arm_rounds(), dict(self.workers.seconds)
         self.reporter.phase(step, "rollout")
         scored = self._rollout(step)
         out = rollout_metrics(scored)
         out |= {f"spec/arm/{name}": n - arms.get(name, 0) for name, n in self.workers.arm_rounds().items()}
+        out |= worker_metrics(seconds, self.workers.seconds)
         groups = self._groups_to_keep(scored)
         kept = take_groups(scored, groups)
         self.reporter.phase(step, "update")
@@ -216,11 +222,14 @@ class TrainLoop:
                 requests,
                 self.decode_text,
                 self.reporter.progress,
-                lambda worker, state: self.timeline.write(
-                    time.perf_counter() - self._start_s, worker=worker, state=state, step=step
-                ),
+                step=step,
+                train=True,
+                expected_lens=self._lengths.expected([p.prompt_id for p in prompts]),
             )
             parts.append(part)
+            for i, prompt in enumerate(prompts):
+                group = part.completions[i * self.config.group_size : (i + 1) * self.config.group_size]
+                self._lengths.add(prompt.prompt_id, [len(c.token_ids) for c in group])
             if not self.algo.dynamic_sampling:
                 break
             num_kept += int(np.sum(~find_constant_groups(part.rewards_PR)))
@@ -228,6 +237,15 @@ class TrainLoop:
                 break
         self._report_failures(step, parts)
         return concat(parts)
+
+    def _on_change(self, change: Change) -> None:
+        self.timeline.write(
+            change.time_s - self._start_s,
+            worker=change.worker,
+            state=change.state,
+            step=self.step,
+            window_id=change.window_id,
+        )
 
     def _report_failures(self, step: int, parts: Sequence[Scored]) -> None:
         for message in [m for part in parts for m in part.reward_messages][:3]:

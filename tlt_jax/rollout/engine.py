@@ -192,6 +192,13 @@ class RolloutEngine:
         self._ids |= ids
         self._scheduler.waiting.extend(requests)
 
+    def withdraw(self, num_requests: int) -> list[Request]:
+        """Takes back up to `num_requests` that wait for a row, the last that came; another engine may run them."""
+        waiting = self._scheduler.waiting
+        taken = [waiting.pop() for _ in range(min(num_requests, len(waiting)))][::-1]
+        self._ids -= {r.request_id for r in taken}
+        return taken
+
     def abort(self) -> None:
         """Drops every request in progress and the cache; the engine is idle afterwards, with weights and programs."""
         for active in self._scheduler.live:

@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from tests.rollout.tiny import check, make_engine, prompt, request, with_sampling
-from tlt_jax.rollout.workers import WorkerPool
+from tlt_jax.coordinator.runtime import WorkerPool
 
 REQUESTS = [
     request(i, prompt(i // 2, 4 + i // 2), prompt_id=i // 2, sample=i % 2, ignore_eos=True, max_tokens=3 + 7 * i % 11)
@@ -19,8 +19,8 @@ def workers() -> WorkerPool:
 
 
 def test_all_completions_come_back_in_order(workers):
-    done, seen, states = [], [], []
-    completions = workers.generate(REQUESTS, done.extend, seen.append, lambda *state: states.append(state))
+    done, seen = [], []
+    completions = workers.generate(REQUESTS, done.extend, seen.append)
     check(completions, REQUESTS)
     assert sorted(c.request_id for c in done) == list(range(12))
     last = seen[-1]
@@ -28,8 +28,6 @@ def test_all_completions_come_back_in_order(workers):
     assert (last.done, last.live, last.waiting, last.tokens) == (12, 0, 0, num_tokens)
     assert [p.done for p in seen] == sorted(p.done for p in seen)
     assert [p.tokens for p in seen] == sorted(p.tokens for p in seen)  # also where an engine runs dry in between
-    assert sorted(states) == [(0, "BUSY"), (0, "IDLE"), (1, "BUSY"), (1, "IDLE")]
-    assert 0.0 <= workers.idle_frac < 1.0
 
 
 def test_one_clock_for_the_whole_rollout(workers):
@@ -70,3 +68,19 @@ def test_refusals(workers):
     with pytest.raises(ValueError, match=r"workers: got the numbers \[0, 0\], expected each engine its own"):
         WorkerPool([workers.engines[0]] * 2)
     assert workers.generate([]) == []
+
+
+def test_withdrawn_requests_run_elsewhere():
+    """The last that came go first; what is withdrawn may come again."""
+    engine, other = (make_engine(worker=i, max_live=1) for i in range(2))
+    engine.submit(REQUESTS[:4])
+    assert engine.withdraw(2) == REQUESTS[2:4] and engine.withdraw(99) == REQUESTS[:2] and not engine.has_work
+    engine.submit(REQUESTS[:3])
+    engine.step()
+    assert engine.withdraw(1) == [REQUESTS[2]]
+    check(other.generate([REQUESTS[2]]), [REQUESTS[2]])
+    engine.submit([REQUESTS[2]])
+    done = []
+    while engine.has_work:
+        done += engine.step()
+    check(sorted(done, key=lambda c: c.request_id), REQUESTS[:3])
