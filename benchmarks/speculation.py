@@ -238,8 +238,8 @@ def accept(
 ) -> dict[str, Any]:
     """Tokens committed per round by rule, with one drafter on the same requests.
 
-    "coupled" and "target_only" commit the same tokens, so they meet the same states; "rejection", for chains, has tokens
-    of its own from the same law.
+    "coupled" and "target_only" commit the same tokens, so they meet the same states; "rejection", for chains, has
+    tokens of its own from the same law.
 
     Raises:
       ValueError: no drafter.

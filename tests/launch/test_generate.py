@@ -84,11 +84,14 @@ def test_a_line_may_hold_any_character(command):
         ([{"prompt": "1", "temperature": "hot"}], "prompts.jsonl:1: sampling.temperature: got 'hot' (str)"),
         ([{"prompt": "1", "top_p": 0}], "prompts.jsonl:1: sampling: sampling.top_p: got 0.0, expected in (0, 1]"),
         ([{"prompt": "1", "seed": 3}], "prompts.jsonl:1: got unknown keys ['seed']"),
+        ([{"prompt": "1", "repetition_penalty": 1.5}], "prompts.jsonl:1: got unknown keys ['repetition_penalty']"),
+        ([{"prompt": "1", "min_new_tokens": 6}], "prompts.jsonl:1: got unknown keys ['min_new_tokens']"),
         ([{"prompt": "1", "messages": []}], "expected an object with either 'prompt' or 'messages'"),
         ([{"messages": [{"role": "robot", "content": "1"}]}], "prompts.jsonl:1: messages: got role 'robot'"),
     ],
 )
 def test_a_bad_line_is_refused_by_its_number(command, lines, message):
+    """A15, A16: penalties and least lengths among them: refused, not taken and forgotten."""
     code, rows, stdout, stderr = command(lines)
     assert (code, rows, stdout) == (2, [], "") and message in stderr
 

@@ -45,11 +45,18 @@ def test_commit_ends_at_the_first_stop_or_the_cap(tokens, max_tokens, kept, reas
 
 
 def test_cut_takes_tokens_and_logprobs():
+    """A21: to nothing, to all there is; more than that is an error, not a stale token."""
     a = _active(max_tokens=3)
     a.commit([10, 11, 12], [-1.0, -2.0, -3.0])
     assert a.finish_reason == "length"
     a.cut(2)
     assert (a.token_ids, a.logprobs, a.finish_reason) == ([10, 11], [-1.0, -2.0], "stop")
+    with pytest.raises(ValueError, match="cut: got 4, expected 0 to 2"):
+        a.cut(4)
+    a.cut(2)
+    assert a.token_ids == [10, 11]
+    a.cut(0)
+    assert (a.token_ids, a.length) == ([], len(a.request.prompt_ids) - 1)
 
 
 def test_rows_wanted_follow_what_is_alive_and_waits():

@@ -68,7 +68,13 @@ class Active:
                 return
 
     def cut(self, num_tokens: int) -> None:
-        """Ends the response after its first `num_tokens` tokens (a stop string was completed there)."""
+        """Ends the response after its first `num_tokens` tokens (a stop string was completed there).
+
+        Raises:
+          ValueError: it has fewer.
+        """
+        if not 0 <= num_tokens <= len(self.token_ids):
+            raise ValueError(f"cut: got {num_tokens}, expected 0 to {len(self.token_ids)}, the tokens that there are")
         del self.token_ids[num_tokens:], self.logprobs[num_tokens:]
         self.finish_reason = FINISH_STOP
 
