@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from tlt_jax.rollout.prefix import PrefillGroup, group_prompts
+from tlt_jax.rollout.prefix import PrefillGroup, chunk_widths, group_prompts
 
 
 def _prompt(length, first=1):
@@ -37,6 +37,7 @@ def test_no_group_is_larger_than_the_largest_bucket():
         (48, (49,), [0], 48),
         (512, (65,), [0], 64),
         (1, (4,), [0, 1, 2], 1),
+        (512, (33, 9), [0], 32),  # half the capacity will do
     ],
 )
 def test_chunks_by_hand(chunk_len, lengths, starts, width):
@@ -45,6 +46,17 @@ def test_chunks_by_hand(chunk_len, lengths, starts, width):
     assert [start.tolist() for _, start in chunks] == [[s, s] for s in starts]
     assert {tokens.shape for tokens, _ in chunks} == {(2, width)}
     assert {(tokens.dtype.name, start.dtype.name) for tokens, start in chunks} == {("int32", "int32")}
+
+
+def test_the_last_chunk_is_as_narrow_as_it_can_be():
+    assert chunk_widths(512, 4096) == [32, 64, 128, 256, 512]
+    assert (
+        chunk_widths(512, 192) == [48, 96, 192] and chunk_widths(16, 64) == [16] and chunk_widths(100, 64) == [32, 64]
+    )
+    group = PrefillGroup(prompts=(_prompt(331),), num_rows=1, capacity=512)
+    assert [(tokens.shape[1], start[0]) for tokens, start in group.chunks(128)] == [(128, 0), (128, 128), (128, 256)]
+    group = PrefillGroup(prompts=(_prompt(300),), num_rows=1, capacity=512)
+    assert [(tokens.shape[1], start[0]) for tokens, start in group.chunks(128)] == [(128, 0), (128, 128), (64, 256)]
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)

@@ -23,7 +23,7 @@ from tlt_jax.rollout import speculate as spec, steps
 from tlt_jax.rollout.config import REJECTION, RolloutConfig
 from tlt_jax.rollout.executables import ExecutablePool
 from tlt_jax.rollout.memory import Memory, init_memory, put_memory, resize_memory
-from tlt_jax.rollout.prefix import PrefillGroup, Prompt, group_prompts
+from tlt_jax.rollout.prefix import PrefillGroup, Prompt, chunk_widths, group_prompts
 from tlt_jax.rollout.scheduler import bucket_path
 from tlt_jax.rollout.tree import Tree, host_chain
 from tlt_jax.sharding import replicated
@@ -207,9 +207,11 @@ class DeviceRows:
         row_buckets, kv_buckets = self.config.batch_buckets, self._kv_buckets
         stats, prefixes = dataclasses.replace(self.stats), {}
         for slots in kv_buckets:
-            for num_rows in self.config.prefill_buckets:
-                self._prefill(PrefillGroup(prompts=((0, 0),) * num_rows, num_rows=num_rows, capacity=slots), params)
-            prefixes[slots] = self.prefixes.pop((0, 0))
+            widths = chunk_widths(self.config.prefill_chunk, slots)
+            for num_rows, width in itertools.product(self.config.prefill_buckets, widths):
+                prompt = (0,) * (width + 1)
+                self._prefill(PrefillGroup(prompts=(prompt,) * num_rows, num_rows=num_rows, capacity=slots), params)
+                prefixes[slots] = self.prefixes.pop(prompt)
         for i, j in itertools.product(range(len(row_buckets)), range(len(kv_buckets))):
             self.fit(row_buckets[i], kv_buckets[j], None)
             for slots in kv_buckets[: j + 1]:

@@ -27,17 +27,29 @@ class PrefillGroup:
     def chunks(self, chunk_len: int) -> list[tuple[np.ndarray, np.ndarray]]:
         """(tokens i32[rows,chunk], start i32[rows]) pairs that fill the cache from left to right.
 
-        Only as many chunks as the longest prompt needs. A last chunk that would reach past the capacity starts
-        earlier instead and writes some tokens again. Tokens past a prompt's end are 0; their cache entries lie beyond
-        the row's length and are never read.
+        Only as many chunks as the longest prompt needs, the last one of the narrowest of `chunk_widths` that will do.
+        A last chunk that would reach past the capacity starts earlier instead and writes some tokens again. Tokens past
+        a prompt's end are 0; their cache entries lie beyond the row's length and are never read.
         """
-        width = min(chunk_len, self.capacity)
+        widths = chunk_widths(chunk_len, self.capacity)
         longest = max(len(p) - 1 for p in self.prompts)
         tokens = np.zeros((self.num_rows, self.capacity), np.int32)
         for i, prompt in enumerate(self.prompts):
             tokens[i, : len(prompt) - 1] = prompt[:-1]
-        starts = [min(first, self.capacity - width) for first in range(0, longest, width)]
-        return [(tokens[:, i : i + width], np.full(self.num_rows, i, np.int32)) for i in starts]
+        chunks = []
+        for first in range(0, longest, widths[-1]):
+            width = bucket(widths, longest - first)
+            start = min(first, self.capacity - width)
+            chunks.append((tokens[:, start : start + width], np.full(self.num_rows, start, np.int32)))
+        return chunks
+
+
+def chunk_widths(chunk_len: int, capacity: int) -> list[int]:
+    """Widths of prefill chunks: the longest that there may be, and its halves down to 32 tokens or so."""
+    widths = [min(chunk_len, capacity)]
+    while widths[0] >= 64:
+        widths.insert(0, -(-widths[0] // 2))
+    return widths
 
 
 def group_prompts(
