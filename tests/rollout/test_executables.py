@@ -1,3 +1,4 @@
+import re
 import threading
 
 import jax
@@ -147,9 +148,10 @@ def _decode_shapes(num_rows, capacity):
     return params, Memory(target=cache_shapes(tiny.MODEL, num_rows, capacity, "float32")), rows, scalar, scalar
 
 
-def test_no_program_copies_the_cache():
+@pytest.mark.parametrize("num_rows", [1, 4])
+def test_no_program_copies_the_cache(num_rows):
     """The donated cache is the one that comes back, and the temporaries of several rounds are smaller than it."""
-    num_rows, capacity = 4, 4096
+    capacity = 4096
     num_bytes = cache_bytes(tiny.MODEL, num_rows, capacity, "float32")
 
     def decode(params, memory, rows, max_rounds, exit_live):
@@ -160,7 +162,7 @@ def test_no_program_copies_the_cache():
     memory = program.memory_analysis()
     assert memory.alias_size_in_bytes >= num_bytes
     assert memory.temp_size_in_bytes < num_bytes / 4
-    assert f"f32[{num_rows},2,8,{capacity}]{{3,2,1,0}} copy(" not in program.as_text()
+    assert not re.search(rf"f32\[({num_rows},)?2,8,{capacity}\]\S* copy\(", program.as_text())
 
     source, row = cache_shapes(tiny.MODEL, 1, 1024, "float32"), jax.ShapeDtypeStruct((), "int32")
     memory = jax.jit(put_row, donate_argnums=0).lower(shapes[1].target, source, row).compile().memory_analysis()

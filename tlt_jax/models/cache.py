@@ -42,6 +42,20 @@ def cache_bytes(config: ModelConfig, num_rows: int, capacity: int, dtype: str) -
     return values * jnp.dtype(dtype).itemsize
 
 
+def without_row_axis(cache: Cache) -> Cache:
+    """The cache of one row as [K,H,S] and [K,S,H], for a loop to carry.
+
+    XLA:CPU drops the axis of one row for its products, not for what a loop carries; it then writes two versions of the
+    cache, and copies it four times a round.
+    """
+    return jax.tree.map(lambda x: x[0], cache)
+
+
+def with_row_axis(cache: Cache) -> Cache:
+    """Undoes `without_row_axis`."""
+    return jax.tree.map(lambda x: x[None], cache)
+
+
 def write(layer: LayerCache, k_BTKH: jax.Array, v_BTKH: jax.Array, start_B: jax.Array) -> LayerCache:
     """Writes T new keys and values of row b at slots `start_B[b] ... start_B[b]+T-1`.
 
@@ -51,6 +65,9 @@ def write(layer: LayerCache, k_BTKH: jax.Array, v_BTKH: jax.Array, start_B: jax.
     k_BKHT = k_BTKH.astype(layer.k.dtype).transpose(0, 2, 3, 1)
     v_BKTH = v_BTKH.astype(layer.v.dtype).transpose(0, 2, 1, 3)
     put = jax.lax.dynamic_update_slice
+    if layer.k.ndim == 3:  # `without_row_axis`
+        start = start_B[0]
+        return LayerCache(k=put(layer.k, k_BKHT[0], (0, 0, start)), v=put(layer.v, v_BKTH[0], (0, start, 0)))
     return LayerCache(
         k=jax.vmap(lambda c, x, i: put(c, x, (0, 0, i)))(layer.k, k_BKHT, start_B),
         v=jax.vmap(lambda c, x, i: put(c, x, (0, i, 0)))(layer.v, v_BKTH, start_B),

@@ -153,14 +153,14 @@ def attend_cached(q_BTNH: jax.Array, k_BKHS: jax.Array, v_BKSH: jax.Array, mask_
       [B,T,N,H] in the dtype of the queries.
     """
     B, T, N, H = q_BTNH.shape
-    K = k_BKHS.shape[1]
-    q_BKMH = (q_BTNH * H**-0.5).astype(k_BKHS.dtype).reshape(B, T, K, N // K, H)
-    q_BKMH = q_BKMH.transpose(0, 2, 3, 1, 4).reshape(B, K, -1, H)  # M = (group, query)
-    score_BKMS = jnp.einsum("bkmh,bkhs->bkms", q_BKMH, k_BKHS, preferred_element_type=jnp.float32)
+    *rows, K = k_BKHS.shape[:-2]  # `cache.without_row_axis` leaves no rows
+    q_BTKGH = (q_BTNH * H**-0.5).astype(k_BKHS.dtype).reshape(B, T, K, N // K, H)
+    q_BKMH = q_BTKGH.transpose(0, 2, 3, 1, 4).reshape(*rows, K, -1, H)  # M = (group, query)
+    score_BKMS = jnp.einsum("...mh,...hs->...ms", q_BKMH, k_BKHS, preferred_element_type=jnp.float32)
     score_BKGTS = score_BKMS.reshape(B, K, N // K, T, -1)
     score_BKGTS = jnp.where(mask_BTS[:, None, None], score_BKGTS, MASKED)
     prob_BKMS = jax.nn.softmax(score_BKGTS, axis=-1).reshape(score_BKMS.shape).astype(v_BKSH.dtype)
-    out_BKMH = jnp.einsum("bkms,bksh->bkmh", prob_BKMS, v_BKSH, preferred_element_type=jnp.float32)
+    out_BKMH = jnp.einsum("...ms,...sh->...mh", prob_BKMS, v_BKSH, preferred_element_type=jnp.float32)
     out_BTNH = out_BKMH.reshape(B, K, N // K, T, H).transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
     return out_BTNH.astype(q_BTNH.dtype)
 

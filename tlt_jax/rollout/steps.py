@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+from tlt_jax.models.cache import with_row_axis, without_row_axis
 from tlt_jax.models.config import ModelConfig
 from tlt_jax.models.transformer import compute_logits, forward_cached
 from tlt_jax.rollout.memory import Memory, features_of, write_features
@@ -117,5 +118,9 @@ def decode(
         logprobs=jnp.zeros((num_rounds, B), jnp.float32),
         num_rounds=jnp.int32(0),
     )
+    if B == 1:
+        memory = dataclasses.replace(memory, target=without_row_axis(memory.target))
     _, memory, _, out = jax.lax.while_loop(cond, body, (jnp.int32(0), memory, rows, empty))
+    if B == 1:
+        memory = dataclasses.replace(memory, target=with_row_axis(memory.target))
     return memory, out
