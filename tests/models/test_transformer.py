@@ -8,9 +8,16 @@ import pytest
 
 from benchmarks.parity_models import FAMILIES
 from tests.rollout.tiny import MODEL, lively, tiny_params
-from tlt_jax.models.cache import init_cache
+from tlt_jax.models.cache import init_cache, with_row_axis, without_row_axis
 from tlt_jax.models.layers import MASKED
-from tlt_jax.models.transformer import compute_logits, forward, forward_cached, init_params, param_shapes
+from tlt_jax.models.transformer import (
+    compute_logits,
+    decode_layout,
+    forward,
+    forward_cached,
+    init_params,
+    param_shapes,
+)
 
 LEN = 40
 TOKENS = jnp.asarray(np.random.default_rng(5).integers(4, 90, (2, LEN)), jnp.int32)
@@ -71,6 +78,26 @@ def test_cached_chunks_equal_the_whole_forward(name):
             s = int(start[row])
             np.testing.assert_allclose(hidden[row], expected[row, s : s + 4], atol=2e-5)
         start = start + 4
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_decode_layout_computes_the_same(name):
+    """Biases and per-head norms included; with the row axis of the cache and without."""
+    config = dataclasses.replace(FAMILIES[name], platform="cpu", num_layers=1)
+    params = lively(init_params(config, jax.random.key(0)))
+    layout = decode_layout(params, config)
+    assert set(layout["layers_0"]["attn"]) - {"q_norm", "k_norm"} == {"qkv", "o"}
+    assert set(layout["layers_0"]["mlp"]) == {"gate_up", "down"}
+    assert sum(x.size for x in jax.tree.leaves(layout)) == sum(x.size for x in jax.tree.leaves(params))
+    assert decode_layout(params, dataclasses.replace(config, platform="cuda")) is params
+    assert decode_layout(layout, config) is layout
+    tokens = jnp.asarray([[5, 3, 9]])
+    cache = init_cache(config, 1, 16, "float32")
+    start = jnp.asarray([2])
+    expected, expected_cache = forward_cached(params, config, tokens, start, cache)
+    got, got_cache = forward_cached(layout, config, tokens, start, without_row_axis(cache))
+    np.testing.assert_allclose(got.hidden, expected.hidden, atol=1e-5)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5), with_row_axis(got_cache), expected_cache)
 
 
 def test_padding_left_or_right_changes_nothing(whole):

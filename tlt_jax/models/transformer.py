@@ -10,6 +10,8 @@ Parameters are a plain nested dict, weights as [out, in]:
     embed/weight  final_norm/scale  head/weight (untied models only)
     layers_{i}/{attn_norm,mlp_norm}/scale  layers_{i}/attn/{q,k,v,o}/{weight,bias}  layers_{i}/attn/{q,k}_norm/scale
     layers_{i}/mlp/{gate,up,down}/weight
+
+`decode_layout` gives another tree that `forward_cached` takes as well.
 """
 
 from __future__ import annotations
@@ -55,7 +57,11 @@ class Attention(nn.Module):
                 B, T, num_heads, c.head_dim
             )
 
-        q_BTNH, k_BTKH, v_BTKH = project("q", c.num_heads), project("k", c.num_kv_heads), project("v", c.num_kv_heads)
+        N, K = c.num_heads, c.num_kv_heads
+        if self.has_variable("params", "qkv"):
+            q_BTNH, k_BTKH, v_BTKH = jnp.split(project("qkv", N + 2 * K), [N, N + K], axis=2)
+        else:
+            q_BTNH, k_BTKH, v_BTKH = project("q", N), project("k", K), project("v", K)
         if c.qk_norm:  # per head, before rope
             q_BTNH = layers.RMSNorm(c, name="q_norm")(q_BTNH)
             k_BTKH = layers.RMSNorm(c, name="k_norm")(k_BTKH)
@@ -75,8 +81,12 @@ class Mlp(nn.Module):
     @nn.compact
     def __call__(self, x_BTD):
         c = self.config
-        gate_BTF = layers.Linear(c.intermediate_size, False, c, name="gate")(x_BTD)
-        up_BTF = layers.Linear(c.intermediate_size, False, c, name="up")(x_BTD)
+        if self.has_variable("params", "gate_up"):
+            both_BTF = layers.Linear(2 * c.intermediate_size, False, c, name="gate_up")(x_BTD)
+            gate_BTF, up_BTF = jnp.split(both_BTF, 2, axis=-1)
+        else:
+            gate_BTF = layers.Linear(c.intermediate_size, False, c, name="gate")(x_BTD)
+            up_BTF = layers.Linear(c.intermediate_size, False, c, name="up")(x_BTD)
         return layers.Linear(c.hidden_size, False, c, name="down")(nn.silu(gate_BTF) * up_BTF)
 
 
@@ -142,6 +152,26 @@ def _init(config: ModelConfig, key: jax.Array) -> Params:
     """f32 parameters. Traced with the plain kernels: cuDNN's want a GPU present and more than this one token."""
     dummy = jnp.zeros((1, 1), jnp.int32)
     return dict(Transformer(dataclasses.replace(config, platform="cpu")).init(key, dummy, dummy)["params"])
+
+
+def decode_layout(params: Params, config: ModelConfig) -> Params:
+    """Parameters as one device decodes with them fastest: on CPU, `attn/qkv` and `mlp/gate_up` are one weight each.
+
+    Small products there pay for waking a second thread, or do not get one. Elsewhere, the parameters as they are.
+    """
+    if layers.platform_of(config) != "cpu" or "qkv" in params["layers_0"]["attn"]:
+        return params
+
+    def join(parts: Sequence[Params]) -> Params:
+        return {name: jnp.concatenate([p[name] for p in parts]) for name in parts[0]}
+
+    def fuse(layer: Params) -> Params:
+        attn, mlp = dict(layer["attn"]), dict(layer["mlp"])
+        attn["qkv"] = join([attn.pop(name) for name in ("q", "k", "v")])
+        mlp["gate_up"] = join([mlp.pop(name) for name in ("gate", "up")])
+        return {**layer, "attn": attn, "mlp": mlp}
+
+    return {name: fuse(value) if name.startswith("layers_") else value for name, value in params.items()}
 
 
 def forward(

@@ -26,6 +26,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from tlt_jax.models.config import ModelConfig
+from tlt_jax.models.transformer import decode_layout
 from tlt_jax.rollout.config import RolloutConfig
 from tlt_jax.rollout.device_rows import DeviceRows, EngineStats
 from tlt_jax.rollout.executables import ExecutablePool
@@ -131,11 +132,15 @@ class RolloutEngine:
     def load(self, weights: Versioned) -> None:
         """Takes new weights (a copy of its own: see `sharding.publish`); cached prefixes are dropped.
 
+        On one CPU device they are laid out anew for decoding.
+
         Raises:
           ValueError: while requests are in progress.
         """
         if self.has_work:
             raise ValueError("engine.load: got new weights with requests in progress, expected an idle engine")
+        if self.mesh.size == 1:
+            weights = Versioned(decode_layout(weights.params, self.model), weights.version)
         self._weights = weights
         self._rounds.drafter = None  # it may hold rows of the old head
         self._device.release()
