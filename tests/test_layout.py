@@ -14,7 +14,16 @@ PACKAGE = ROOT / "tlt_jax"
 
 # Layers, lowest first. The modules of one group see each other; the groups of one layer do not.
 LAYERS = (
-    (("tlt_jax.types", "tlt_jax.strategy", "tlt_jax.sharding", "tlt_jax.files", "tlt_jax.processes"),),
+    (
+        (
+            "tlt_jax.types",
+            "tlt_jax.strategy",
+            "tlt_jax.sharding",
+            "tlt_jax.huge_pages",
+            "tlt_jax.files",
+            "tlt_jax.processes",
+        ),
+    ),
     (("tlt_jax.models",), ("tlt_jax.metrics",), ("tlt_jax.checkpoint",)),
     (("tlt_jax.rollout",), ("tlt_jax.drafter",), ("tlt_jax.rl",), ("tlt_jax.bandit",)),
     (("tlt_jax.coordinator",),),

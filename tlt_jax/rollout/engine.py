@@ -25,6 +25,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from tlt_jax.huge_pages import collapse
 from tlt_jax.models.config import ModelConfig
 from tlt_jax.models.transformer import decode_layout
 from tlt_jax.rollout.config import RolloutConfig
@@ -132,7 +133,7 @@ class RolloutEngine:
     def load(self, weights: Versioned) -> None:
         """Takes new weights (a copy of its own: see `sharding.publish`); cached prefixes are dropped.
 
-        On one CPU device they are laid out anew for decoding.
+        On one CPU device they are laid out anew for decoding, in huge pages.
 
         Raises:
           ValueError: while requests are in progress.
@@ -141,6 +142,7 @@ class RolloutEngine:
             raise ValueError("engine.load: got new weights with requests in progress, expected an idle engine")
         if self.mesh.size == 1:
             weights = Versioned(decode_layout(weights.params, self.model), weights.version)
+            collapse(weights.params)
         self._weights = weights
         self._rounds.drafter = None  # it may hold rows of the old head
         self._device.release()
