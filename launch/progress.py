@@ -10,6 +10,25 @@ import tqdm
 from tlt_jax.rollout.engine import Progress
 
 
+class SilentReporter:
+    """Shows nothing: for all processes of a job but the first."""
+
+    def phase(self, step: int, name: str) -> None:
+        pass
+
+    def progress(self, progress: Progress) -> None:
+        pass
+
+    def done(self, step: int, metrics: dict[str, float]) -> None:
+        pass
+
+    def note(self, text: str) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
 class TerminalReporter:
     """Two tqdm bars: RL steps done, and responses of the current rollout done with live batch and tokens/s."""
 

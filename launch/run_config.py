@@ -16,6 +16,7 @@ from tlt_jax.bandit.policy import BanditConfig
 from tlt_jax.checkpoint import CheckpointConfig
 from tlt_jax.drafter.config import loss_preset
 from tlt_jax.drafter.settings import DrafterConfig
+from tlt_jax.processes import DistributedConfig
 from tlt_jax.rl.algorithms import PRESETS, AlgorithmConfig, check_sampling, preset
 from tlt_jax.rl.evaluate import EvalConfig
 from tlt_jax.rl.loop import LoopConfig
@@ -82,6 +83,7 @@ SCHEMA: dict[str, tuple[type, ...]] = {
     "ngram": (NgramConfig,),
     "mesh": (MeshConfig,),
     "checkpoint": (CheckpointConfig,),
+    "distributed": (DistributedConfig,),
 }
 
 # What a resumed run may change: it does not change what a step computes, or says how long to go on. Drafters change no
@@ -89,7 +91,7 @@ SCHEMA: dict[str, tuple[type, ...]] = {
 MAY_CHANGE = (
     *("loop.num_steps", "eval", "checkpoint", "mesh", "workers", "rollout", "learner", "reward.num_workers"),
     *("drafter.path", "drafter.enabled", "drafter.loss", "drafter.preset", "drafter.optim", "drafter.batch"),
-    *("drafter.buffer", "bandit", "ngram"),
+    *("drafter.buffer", "bandit", "ngram", "distributed"),
 )
 
 
@@ -113,6 +115,7 @@ class RunConfig:
     ngram: NgramConfig
     mesh: MeshConfig
     checkpoint: CheckpointConfig
+    distributed: DistributedConfig
 
 
 def make_run_config(sections: Mapping[str, Mapping[str, Any]]) -> RunConfig:
@@ -145,6 +148,7 @@ def make_run_config(sections: Mapping[str, Mapping[str, Any]]) -> RunConfig:
         ngram=section("ngram")[0],
         mesh=section("mesh")[0],
         checkpoint=section("checkpoint")[0],
+        distributed=section("distributed")[0],
     )
     try:
         run.loop.check_algorithm(run.algorithm)

@@ -16,15 +16,17 @@ from launch.fetch import resolve_model
 from launch.run_config import RunConfig
 from tlt_jax.bandit.factory import make_policy as make_strategy_policy
 from tlt_jax.coordinator.runtime import WorkerPool
+from tlt_jax.coordinator.store import ServiceStore
 from tlt_jax.models.config import ModelConfig
 from tlt_jax.models.hf import load_config, load_hf
 from tlt_jax.models.transformer import param_shapes
+from tlt_jax.processes import Group
 from tlt_jax.rl.experience import make_requests
 from tlt_jax.rl.prompts import load_tokenizer
 from tlt_jax.rl.rewards import RewardPool
 from tlt_jax.rl.tasks import Task, make_task
 from tlt_jax.rollout.engine import RolloutEngine
-from tlt_jax.sharding import Versioned, make_mesh, param_shardings, publish, worker_meshes
+from tlt_jax.sharding import Versioned, make_mesh, param_shardings, publish_all, worker_meshes
 from tlt_jax.types import Params
 
 DecodeText = Callable[[Sequence[int]], str]
@@ -41,8 +43,10 @@ class Inputs:
     drafting: Drafting | None
 
 
-def read_inputs(run: RunConfig) -> Inputs:
-    """The model's configuration and tokenizer; a model known by name is fetched first."""
+def read_inputs(run: RunConfig, group: Group | None = None) -> Inputs:
+    """The model's configuration and tokenizer; a model known by name is fetched first, by one process at a time."""
+    if group is not None:
+        group.lead("model", lambda: resolve_model(run.model.path))
     model_dir = resolve_model(run.model.path)
     model = load_config(model_dir, dtype=run.model.dtype)
     tokenizer = load_tokenizer(model_dir)
@@ -89,10 +93,22 @@ def check_requests(run: RunConfig, task: Task, workers: WorkerPool) -> None:
             workers.engines[0].check(request)
 
 
-def make_workers(run: RunConfig, inputs: Inputs, devices: Sequence[jax.Device] | None = None) -> WorkerPool:
-    """The rollout workers, each on a sub-mesh of this process's devices; no weights yet."""
+def make_workers(
+    run: RunConfig, inputs: Inputs, devices: Sequence[jax.Device] | None = None, group: Group | None = None
+) -> WorkerPool:
+    """The rollout workers, each on a sub-mesh of this process's devices; no weights yet.
+
+    In a job of several processes all have as many; their numbers count through the processes.
+    """
+    group = group or Group()
     meshes = worker_meshes(devices or jax.local_devices(), run.workers.num_workers)
-    return WorkerPool([_make_engine(run, inputs, mesh, i) for i, mesh in enumerate(meshes)])
+    first = group.index * len(meshes)
+    return WorkerPool(
+        [_make_engine(run, inputs, mesh, i) for i, mesh in enumerate(meshes, first)],
+        store=ServiceStore() if group.count > 1 else None,
+        num_workers=group.count * len(meshes),
+        is_leader=group.is_first,
+    )
 
 
 def _make_engine(run: RunConfig, inputs: Inputs, mesh: jax.sharding.Mesh, worker: int) -> RolloutEngine:
@@ -117,7 +133,7 @@ def make_publish(run: RunConfig, inputs: Inputs, workers: WorkerPool) -> Callabl
     shardings = [param_shardings(shapes, e.mesh, heads=inputs.model.num_kv_heads) for e in workers.engines]
 
     def copy_to_workers(params: Params, version: int) -> list[Versioned]:
-        return [publish(params, s, version, run.model.dtype) for s in shardings]
+        return publish_all(params, shardings, version, run.model.dtype)
 
     return copy_to_workers
 

@@ -3,6 +3,9 @@
 A workdir that holds a run of the same configuration is resumed from its newest checkpoint; `--fresh` insists on a new
 one. Ctrl-C and SIGTERM end the run after the call in flight; a checkpoint being written is finished first.
 
+In a job of several processes (`launch.local_cluster`, Slurm, or what the `distributed` section says) each runs this
+command. They share the learner's mesh; each has rollout workers on its own devices. When one fails, all end.
+
 Exit codes: 0 done; 1 the run failed or was stopped (the message says where to resume); 2 bad configuration or input.
 """
 
@@ -19,12 +22,14 @@ from typing import Any
 import jax
 from absl import flags, logging
 
-from launch import cli, setup
+from launch import cli, job, setup
 from launch.config import CONFIG, prepare_workdir, to_json
-from launch.progress import TerminalReporter
+from launch.progress import SilentReporter, TerminalReporter
 from launch.run_config import MAY_CHANGE, RunConfig
 from tlt_jax.checkpoint import CheckpointError, CheckpointStore, Restored
+from tlt_jax.coordinator.driver import RolloutError
 from tlt_jax.metrics import MetricsWriter, RolloutWriter, TimelineWriter
+from tlt_jax.processes import Group, PeerError
 from tlt_jax.rl import update
 from tlt_jax.rl.loop import Reporter, TrainLoop
 from tlt_jax.rl.optimizer import LearnerState
@@ -39,6 +44,8 @@ _PROGRESS = flags.DEFINE_bool("progress", sys.stderr.isatty(), "Show progress ba
 _FAILURES = (
     CheckpointError,
     RewardWorkerError,
+    PeerError,
+    RolloutError,
     OSError,
     MemoryError,
     jax.errors.JaxRuntimeError,  # out of device memory, a lost device
@@ -56,21 +63,37 @@ class Parts:
     rewards: RewardPool
     workdir: pathlib.Path
     reporter: Reporter
+    group: Group = dataclasses.field(default_factory=Group)
 
 
 def main() -> dict[str, Any] | None:
     run = cli.read_run_config()
+    with job.joined(run.distributed) as group:
+        result = train(run, group)
+    return result if group.is_first else None
+
+
+def train(run: RunConfig, group: Group) -> dict[str, Any]:
+    """One process's part of the run, from its inputs to its result."""
     workdir = pathlib.Path(_WORKDIR.value or f"runs/{pathlib.Path(CONFIG.value or '').stem}")
     start_s = time.perf_counter()
     with cli.checking_input():
-        inputs = setup.read_inputs(run)
+        config = to_json(run)
+        group.agree("configuration", repr({name: section for name, section in config.items() if name != "distributed"}))
+        inputs = setup.read_inputs(run, group)
         task = setup.load_task(run, inputs)
         rewards = setup.make_reward_pool(run)
-        prepare_workdir(workdir, to_json(run), fresh=_FRESH.value, may_change=MAY_CHANGE)
-        store = CheckpointStore(workdir / "checkpoints", run.checkpoint)
-        num_responses = run.loop.prompts_per_step * run.loop.group_size
-        reporter = TerminalReporter(run.loop.num_steps, num_responses, _PROGRESS.value)
-        parts = Parts(run=run, inputs=inputs, task=task, rewards=rewards, workdir=workdir, reporter=reporter)
+        group.lead("workdir", lambda: prepare_workdir(workdir, config, fresh=_FRESH.value, may_change=MAY_CHANGE))
+        store = CheckpointStore(workdir / "checkpoints", run.checkpoint, group=group)
+        parts = Parts(
+            run=run,
+            inputs=inputs,
+            task=task,
+            rewards=rewards,
+            workdir=workdir,
+            reporter=_make_reporter(run) if group.is_first else SilentReporter(),
+            group=group,
+        )
         loop = make_loop(parts, store)
     logging.info("ready after %.1f s; workdir %s", time.perf_counter() - start_s, workdir)
     with rewards:
@@ -78,29 +101,40 @@ def main() -> dict[str, Any] | None:
     return {"workdir": str(workdir), "steps": run.loop.num_steps, "seconds": time.perf_counter() - start_s} | metrics
 
 
+def _make_reporter(run: RunConfig) -> TerminalReporter:
+    num_responses = run.loop.prompts_per_step * run.loop.group_size
+    return TerminalReporter(run.loop.num_steps, num_responses, _PROGRESS.value)
+
+
 def run_to_end(loop: TrainLoop) -> dict[str, float]:
     """Runs the loop; whatever stops it, the last words say at which step, why, and where to go on."""
+    loop.group.resume_hint = lambda: f"the same command {_where_to_resume(loop)}"
     try:
         metrics = loop.run()
         loop.close()
         return metrics
     except BaseException as error:
-        _say_where_to_resume(loop, error)
-        if isinstance(error, _FAILURES):
+        cause = PeerError(loop.group.failure) if loop.group.failure else error  # a collective that broke off, say
+        _say_where_to_resume(loop, cause)
+        if isinstance(cause, _FAILURES):
             sys.exit(cli.EXIT_FAILED)
         raise
 
 
 def _say_where_to_resume(loop: TrainLoop, error: BaseException) -> None:
-    try:
-        loop.close()  # finishes a checkpoint that is being written
-    except (CheckpointError, OSError) as another:
-        if another is not error:
-            logging.error("step %d: %s", loop.step, another)
-    newest = None if loop.store is None else loop.store.latest_step()
-    where = "starts from the beginning: there is no checkpoint yet" if newest is None else f"resumes from step {newest}"
+    if loop.group.count == 1:  # a checkpoint of several processes needs them all: the one being written is given up
+        try:
+            loop.close()  # finishes a checkpoint that is being written
+        except (CheckpointError, OSError) as another:
+            if another is not error:
+                logging.error("step %d: %s", loop.step, another)
     why = "stopped" if isinstance(error, KeyboardInterrupt) else f"failed: {type(error).__name__}: {error}"
-    logging.error("step %d %s; the same command %s", loop.step, why, where)
+    logging.error("step %d %s; the same command %s", loop.step, why, _where_to_resume(loop))
+
+
+def _where_to_resume(loop: TrainLoop) -> str:
+    newest = None if loop.store is None else loop.store.latest_step()
+    return "starts from the beginning: there is no checkpoint yet" if newest is None else f"resumes from step {newest}"
 
 
 def make_loop(
@@ -117,8 +151,8 @@ def make_loop(
       devices: of learner and workers; default all.
       make_learner: as `update.make_learner`.
     """
-    run, inputs, workdir = parts.run, parts.inputs, parts.workdir
-    workers = setup.make_workers(run, inputs, devices)
+    run, inputs, workdir, is_writer = parts.run, parts.inputs, parts.workdir, parts.group.is_first
+    workers = setup.make_workers(run, inputs, devices, parts.group)
     setup.check_requests(run, parts.task, workers)
     policy = setup.make_policy(run, inputs, devices)
     learner = make_learner(inputs.model, run.algorithm, run.optimizer, run.learner, policy.mesh)
@@ -132,7 +166,8 @@ def make_loop(
     else:
         state = restored.items["learner"]
         prompts.set_state(restored.items["data"])
-        workers.restore_bandits(restored.items.get("bandit", []))
+        first = parts.group.index * len(workers.engines)  # the saved ones are of all processes
+        workers.restore_bandits(restored.items.get("bandit", [])[first:])
         _check_restored(restored, state)
         logging.info("%s", restored.describe())
         first_step = kept = restored.step + 1
@@ -153,10 +188,11 @@ def make_loop(
         decode_text=inputs.decode_text,
         store=store,
         checkpoint_every=run.checkpoint.every_steps,
-        metrics=MetricsWriter(workdir, first_step=kept),
-        rollouts=RolloutWriter(workdir, first_step=kept),
-        timeline=TimelineWriter(workdir, first_step=kept),
+        metrics=MetricsWriter(workdir, first_step=kept, is_writer=is_writer),
+        rollouts=RolloutWriter(workdir, first_step=kept, is_writer=is_writer),
+        timeline=TimelineWriter(workdir, first_step=kept, is_writer=is_writer),
         reporter=parts.reporter,
+        group=parts.group,
         first_step=first_step,
     )
 

@@ -32,6 +32,8 @@ import orbax.checkpoint as ocp
 from absl import logging
 from etils import epath
 
+from tlt_jax.processes import Group
+
 _MANIFEST = "manifest"
 _DELETED = ".deleted"
 _JSON_FILE = "metadata"  # Orbax's name for the one file of a JSON item
@@ -86,20 +88,29 @@ class Restored:
 class CheckpointStore:
     """The checkpoints in one directory.
 
-    Every process of a job makes the store and calls its methods in the same order; the first process alone deletes.
+    Every process of a job makes the store and calls its methods in the same order; the first process alone deletes,
+    and its view of the directory is everybody's.
     """
 
-    def __init__(self, directory: str | os.PathLike[str], config: CheckpointConfig, *, read_only: bool = False):
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        config: CheckpointConfig,
+        *,
+        read_only: bool = False,
+        group: Group | None = None,
+    ):
         """Opens `directory`; unless `read_only`, makes it and clears what killed processes left unfinished."""
+        self._group = group or Group()
         self._dir = epath.Path(directory).absolute() if "://" not in str(directory) else epath.Path(directory)
         self._config = config
         self._read_only = read_only
         self._pending_step: int | None = None
         self._checkpointer = _make_checkpointer(self._dir)
-        if not read_only and jax.process_index() == 0:
+        if not read_only and self._group.is_first:
             self._dir.mkdir(parents=True, exist_ok=True)
             self._clear_unfinished()
-        self._manifests = _read_manifests(self._dir)
+        self._manifests = self._read_manifests()
 
     def steps(self) -> list[int]:
         """Steps that can be restored, ascending."""
@@ -169,7 +180,7 @@ class CheckpointStore:
             self._checkpointer.wait_until_finished()
         except (OSError, ValueError, RuntimeError) as error:  # tensorstore, the file system, a barrier
             raise CheckpointError(self._failure(step)) from error
-        self._manifests = _read_manifests(self._dir)
+        self._manifests = self._read_manifests()
         if step not in self._manifests:
             raise CheckpointError(self._failure(step))
         self._remove_unwanted()
@@ -247,6 +258,14 @@ class CheckpointStore:
         for later in [s for s in self._manifests if s > step]:
             self._delete(later)
 
+    def _read_manifests(self) -> dict[int, dict[str, Any]]:
+        """What process 0 finds: another may look while that one deletes."""
+        found = _read_manifests(self._dir) if self._group.is_first else {}
+        if self._group.count > 1:
+            first = json.loads(self._group.gather("checkpoints", json.dumps(found).encode())[0])
+            found = {int(step): manifest for step, manifest in first.items()}
+        return found
+
     def _remove_unwanted(self) -> None:
         keep = {*self.steps()[-self._config.num_keep :], self.best_step()}
         for step in self.steps():
@@ -255,7 +274,7 @@ class CheckpointStore:
 
     def _delete(self, step: int) -> None:
         del self._manifests[step]
-        if jax.process_index() == 0:
+        if self._group.is_first:
             _delete_directory(self._dir / _step_name(step))
 
     def _clear_unfinished(self) -> None:

@@ -146,6 +146,11 @@ class Group:
         """True in the one process that writes for people."""
         return self.index == 0
 
+    @property
+    def failure(self) -> str:
+        """What is wrong with another process, as far as is known; empty where nothing is."""
+        return self._failure
+
     def enter(self, phase: str) -> None:
         """Says what this process does from now on, as in `step 2, rollout`; raises PeerError as `check` does."""
         self._status.phase = phase
@@ -268,9 +273,8 @@ class Group:
                 self._failure = self._judge(seen, news, time.monotonic())
             if self._failure:
                 break
-        if self._failure:
-            if not (self._is_heard.wait(_LISTEN_S) and self._is_closed.wait(_CLOSE_S)):
-                self._end_process()
+        if self._failure and not (self._is_heard.wait(_LISTEN_S) and self._is_closed.wait(_CLOSE_S)):
+            self._end_process()
 
     def _judge(self, seen: dict[int, _Seen], news: list[_Status], now_s: float) -> str:
         """What is wrong with the job, in words; empty where nothing is."""
@@ -289,10 +293,12 @@ class Group:
                 return (
                     f"{status.where()} has not been heard of for {now_s - last.beat_s:.0f} s; it was in {status.phase}"
                 )
-        stalled = [s for s in seen.values() if now_s - s.point_s > self._config.stall_timeout_s]
-        if stalled:
-            where = "; ".join(f"{s.status.where()} in {s.status.phase}" for s in stalled)
-            return f"no progress for {self._config.stall_timeout_s:.0f} s: {where}"
+        limit_s = self._config.stall_timeout_s
+        if any(now_s - s.point_s > limit_s for s in seen.values()):
+            # One that hangs holds up others in a collective, which may seem to stand still for longer: name them all.
+            stalled = [s.status for s in seen.values() if now_s - s.point_s > limit_s / 2]
+            where = "; ".join(f"{status.where()} in {status.phase}" for status in stalled)
+            return f"no progress for {limit_s:.0f} s: {where}"
         return ""
 
     def _end_process(self) -> None:

@@ -8,8 +8,9 @@ spans its devices.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -140,14 +141,44 @@ class Versioned:
 
 
 def publish(params: Params, shardings: Params, version: int, dtype: str | None = None) -> Versioned:
-    """A real copy of `params` in another sharding and dtype, one parameter at a time.
+    """One copy; see `publish_all`."""
+    return publish_all(params, [shardings], version, dtype)[0]
+
+
+def publish_all(params: Params, shardings: Sequence[Params], version: int, dtype: str | None = None) -> list[Versioned]:
+    """Real copies of `params` in other shardings and another dtype, one parameter at a time.
 
     Never an alias: the learner donates its parameters to the next update, and `device_put` to an equal sharding
-    would share their buffers. Memory is bounded by the copy plus one parameter.
+    would share their buffers. Memory is bounded by the copies plus one parameter.
+
+    Where `params` lie on the devices of several processes, all of these call this together; each asks for copies on
+    its own devices.
+
+    Args:
+      params: the learner's.
+      shardings: a tree like `params` for each copy.
+      version: of the weights.
+      dtype: of the copies; None keeps that of `params`.
     """
 
-    def copy(x: jax.Array, sharding: NamedSharding) -> jax.Array:
-        x = jnp.array(x, dtype=dtype, copy=True)
-        return jax.device_put(x, sharding)
+    def copy(x: jax.Array, *to: NamedSharding) -> list[jax.Array]:
+        if x.is_fully_addressable:
+            return [jax.device_put(jnp.array(x, dtype=dtype, copy=True), sharding) for sharding in to]
+        whole = _gather(x, dtype or x.dtype.name)
+        return [jax.device_put(whole, sharding) for sharding in to]
 
-    return Versioned(params=jax.tree.map(copy, params, shardings), version=version)
+    leaves, tree = jax.tree.flatten(params)
+    targets = [tree.flatten_up_to(sharding) for sharding in shardings]
+    copies = zip(*(copy(x, *to) for x, *to in zip(leaves, *targets, strict=True)), strict=True)
+    return [Versioned(params=tree.unflatten(c), version=version) for c in copies]
+
+
+def _gather(x: jax.Array, dtype: str) -> jax.Array:
+    """All of an array that is spread over processes, on one device of this one."""
+    assert isinstance(x.sharding, NamedSharding) and isinstance(x.sharding.mesh, Mesh)
+    return _copy_everywhere(dtype, replicated(x.sharding.mesh))(x).addressable_shards[0].data
+
+
+@functools.cache
+def _copy_everywhere(dtype: str, sharding: NamedSharding) -> Callable[[jax.Array], jax.Array]:
+    return jax.jit(lambda x: jnp.array(x, dtype=dtype, copy=True), out_shardings=sharding)

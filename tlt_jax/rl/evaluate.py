@@ -9,6 +9,7 @@ import numpy as np
 
 from tlt_jax.coordinator.driver import OnProgress
 from tlt_jax.coordinator.runtime import WorkerPool
+from tlt_jax.processes import Group
 from tlt_jax.rl.experience import EVAL_REQUEST_ID, Scored, collect, make_requests
 from tlt_jax.rl.rewards import RewardPool
 from tlt_jax.rl.tasks import Prompt
@@ -65,6 +66,7 @@ def evaluate(
     config: EvalConfig,
     decode_text: Callable[[Sequence[int]], str],
     on_progress: OnProgress | None = None,
+    group: Group | None = None,
 ) -> tuple[Scored, dict[str, float]]:
     """Responses to all `prompts` and their scores.
 
@@ -75,7 +77,7 @@ def evaluate(
       `eval/pass_at_k` (share of prompts with a right one), `eval/len_mean`, `eval/truncated_frac`.
     """
     requests = make_requests(prompts, config.num_samples, config.sampling(sampling), EVAL_REQUEST_ID)
-    scored = collect(workers, rewards, prompts, requests, decode_text, on_progress)
+    scored = collect(workers, rewards, prompts, requests, decode_text, on_progress, group=group)
     right_PR = scored.rewards_PR >= config.pass_score
     lengths = [len(c.token_ids) for c in scored.completions]
     return scored, {

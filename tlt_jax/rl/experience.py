@@ -4,7 +4,9 @@ Life of a batch:
   1. `make_requests`: G requests per prompt; ids count up through the run, so the noise of a response is fixed by the
      run's seed, its step and its place.
   2. The workers decode; finished responses go to the reward pool while the rest still decodes.
-  3. `Scored` holds everything in the order of the requests: row i is response i, whatever finished first.
+  3. In a job of several processes each has what its own workers completed, and gets the rest from the others.
+  4. `Scored` holds everything in the order of the requests: row i is response i, whatever finished first, in every
+     process.
 """
 
 from __future__ import annotations
@@ -18,8 +20,11 @@ import numpy as np
 
 from tlt_jax.coordinator.driver import OnProgress
 from tlt_jax.coordinator.runtime import WorkerPool
+from tlt_jax.processes import Group
+from tlt_jax.rl.exchange import Share, exchange
 from tlt_jax.rl.rewards import RewardItem, RewardPool, RewardResult
 from tlt_jax.rl.tasks import Prompt
+from tlt_jax.rollout.engine import Progress
 from tlt_jax.types import FINISH_LENGTH, Completion, Request, SamplingParams
 
 # Request ids of evaluations lie above those of training, so that evaluating changes no training response.
@@ -75,8 +80,11 @@ def collect(
     step: int = 0,
     train: bool = False,
     expected_lens: Mapping[int, float] | None = None,
+    group: Group | None = None,
 ) -> Scored:
     """Decodes and scores `requests`; rewards are computed while the tail decodes.
+
+    In a job of several processes all call this with the same prompts and requests, and all get the same responses.
 
     Args:
       workers: engines with weights loaded.
@@ -88,7 +96,9 @@ def collect(
       step: RL step.
       train: whether idle workers train the drafter.
       expected_lens: tokens of a response by place in `prompts`, where known.
+      group: the processes of the job; default: this one alone.
     """
+    group = group or Group()
     first_id = requests[0].request_id
     texts: dict[int, str] = {}
     pending: list[tuple[list[int], concurrent.futures.Future[RewardResult]]] = []
@@ -104,28 +114,59 @@ def collect(
         ]
         pending.append((rows, rewards.submit(items)))
 
+    def on_step(progress: Progress) -> None:
+        group.advance()
+        if on_progress is not None:
+            on_progress(progress)
+
     start_s = time.perf_counter()
-    completions = workers.generate(requests, on_done, on_progress, step=step, train=train, expected_lens=expected_lens)
+    completions = workers.generate(requests, on_done, on_step, step=step, train=train, expected_lens=expected_lens)
     rollout_s = time.perf_counter() - start_s
-    scores = np.full(len(requests), np.nan, np.float32)
-    status = [""] * len(requests)
+    scores, messages = _wait_for_scores(pending)
+    rows = [c.request_id - first_id for c in completions]
+    share = Share(
+        rows=tuple(rows),
+        completions=tuple(dataclasses.replace(c, prompt_id=prompts[c.prompt_id].prompt_id) for c in completions),
+        texts=tuple(texts[row] for row in rows),
+        scores=tuple(scores[row][0] for row in rows),
+        status=tuple(scores[row][1] for row in rows),
+        messages=tuple(messages),
+        rollout_s=rollout_s,
+    )
+    return _merge(exchange(share, requests, group), prompts, start_s)
+
+
+def _wait_for_scores(
+    pending: Sequence[tuple[list[int], concurrent.futures.Future[RewardResult]]],
+) -> tuple[dict[int, tuple[float, str]], list[str]]:
+    """Score and status by row, and what went wrong."""
+    scores: dict[int, tuple[float, str]] = {}
     messages: list[str] = []
     for rows, future in pending:
         result = future.result()
-        scores[rows] = result.scores
         messages += result.messages
-        for row, row_status in zip(rows, result.status, strict=True):
-            status[row] = row_status
-    assert all(status), "a response was left without a score"
+        for row, score, status in zip(rows, result.scores, result.status, strict=True):
+            scores[row] = (float(score), status)
+    return scores, messages
+
+
+def _merge(shares: Sequence[Share], prompts: Sequence[Prompt], start_s: float) -> Scored:
+    """The whole batch in order, now that all shares are here."""
+    total_s = time.perf_counter() - start_s
+    place = {row: (share, i) for share in shares for i, row in enumerate(share.rows)}
+    num_rows = sum(len(share.rows) for share in shares)
+    assert sorted(place) == list(range(num_rows)), "a response is missing, or was generated twice"
+    parts = [place[row] for row in range(num_rows)]
+    rollout_s = min(max(share.rollout_s for share in shares), total_s)
     return Scored(
         prompts=tuple(prompts),
-        completions=tuple(dataclasses.replace(c, prompt_id=prompts[c.prompt_id].prompt_id) for c in completions),
-        texts=tuple(texts[row] for row in range(len(requests))),
-        rewards=scores,
-        reward_status=tuple(status),
-        reward_messages=tuple(messages),
+        completions=tuple(share.completions[i] for share, i in parts),
+        texts=tuple(share.texts[i] for share, i in parts),
+        rewards=np.array([share.scores[i] for share, i in parts], np.float32),
+        reward_status=tuple(share.status[i] for share, i in parts),
+        reward_messages=tuple(message for share in shares for message in share.messages),
         rollout_s=rollout_s,
-        reward_s=time.perf_counter() - start_s - rollout_s,
+        reward_s=total_s - rollout_s,
     )
 
 

@@ -8,7 +8,12 @@ Life of step s (1, 2, ...):
   4. The new weights become version s and are copied to the workers.
   5. Metrics, rollouts, evaluation and checkpoint, all under the number s.
 
+In a job of several processes each runs this loop. All draw the same prompts, each decodes and scores its share, and
+after the exchange of shares all hold the same responses: what follows is the same everywhere, on one mesh over all
+their devices. Process 0 writes for people.
+
 Invariants:
+  - Collectives are entered by the loop's thread alone, in the order of the steps above.
   - A run that was stopped anywhere and resumed continues token for token: everything that step s depends on is either
     derived from (config, s) or in the checkpoint of s-1.
   - The sum of the phases of a step is its wall time, `time/other_s` included.
@@ -18,6 +23,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -29,10 +35,12 @@ from tlt_jax.coordinator.messages import Change
 from tlt_jax.coordinator.runtime import WorkerPool, worker_metrics
 from tlt_jax.coordinator.work import LengthHistory
 from tlt_jax.metrics import CompileCounter, MetricsWriter, RolloutWriter, TimelineWriter, memory_metrics
+from tlt_jax.processes import Group
 from tlt_jax.rl.advantages import find_constant_groups
 from tlt_jax.rl.algorithms import AlgorithmConfig
 from tlt_jax.rl.batch import assign_advantages, make_batch
 from tlt_jax.rl.evaluate import EvalConfig, evaluate
+from tlt_jax.rl.exchange import sum_over_processes
 from tlt_jax.rl.experience import Scored, collect, concat, make_requests, rollout_metrics, take_groups
 from tlt_jax.rl.optimizer import LearnerState
 from tlt_jax.rl.rewards import RewardPool
@@ -136,6 +144,7 @@ class TrainLoop:
     rollouts: RolloutWriter
     timeline: TimelineWriter
     reporter: Reporter
+    group: Group = dataclasses.field(default_factory=Group)
     first_step: int = 1  # 1 + the step restored from
     step: int = 0  # the step in progress, or the last one; 0 before the first
 
@@ -148,6 +157,7 @@ class TrainLoop:
 
     def run(self) -> dict[str, float]:
         """Trains up to `config.num_steps`; returns the last step's metrics."""
+        self.group.agree("first step", str(self.first_step))
         self._publish(self.first_step - 1)
         last: dict[str, float] = {}
         self.step = self.first_step - 1
@@ -163,20 +173,19 @@ class TrainLoop:
     def _step(self, step: int) -> dict[str, float]:
         clock, start_s = _PhaseClock(), time.perf_counter()
         before, arms, seconds = self._compiles.read(), self.workers.arm_rounds(), dict(self.workers.seconds)
-        self.reporter.phase(step, "rollout")
+        self._phase(step, "rollout")
         scored = self._rollout(step)
-        out = rollout_metrics(scored)
-        out |= {f"spec/arm/{name}": n - arms.get(name, 0) for name, n in self.workers.arm_rounds().items()}
-        out |= worker_metrics(seconds, self.workers.seconds)
+        out = rollout_metrics(scored) | worker_metrics(seconds, self.workers.seconds)
         groups = self._groups_to_keep(scored)
         kept = take_groups(scored, groups)
-        self.reporter.phase(step, "update")
+        self._phase(step, "update")
         with clock.phase("update"):
             learn, kept_advantages = self._update(kept)
             advantages = np.zeros((len(scored.prompts), self.config.group_size), np.float32)  # 0 where not kept
             advantages[groups] = kept_advantages.reshape(-1, self.config.group_size)
         out |= learn | {"rl/reward_mean": out["rl/reward_mean"]}
         out["rl/dropped_groups"] += len(scored.prompts) - len(kept.prompts)
+        self._phase(step, "publish")
         with clock.phase("publish"):
             self._publish(step)
         with clock.phase("write"):
@@ -184,13 +193,20 @@ class TrainLoop:
         if self._evaluates(step):
             with clock.phase("eval"):
                 out |= self._evaluate(step)
+        self._phase(step, "checkpoint")
         with clock.phase("checkpoint"):
             self._checkpoint(step, out)
-        out |= {name: value - before[name] for name, value in self._compiles.read().items()}
-        out |= self._times(out, clock, time.perf_counter() - start_s) | memory_metrics()
+        counts = {f"spec/arm/{name}": n - arms.get(name, 0) for name, n in self.workers.arm_rounds().items()}
+        counts |= {name: value - before[name] for name, value in self._compiles.read().items()}
+        out |= sum_over_processes(counts | memory_metrics(), self.group)
+        out |= self._times(out, clock, time.perf_counter() - start_s)
         self.metrics.write(step, out)
         self.reporter.done(step, out)
         return out
+
+    def _phase(self, step: int, name: str) -> None:
+        self.reporter.phase(step, name)
+        self.group.enter(f"step {step}, {name}")
 
     def _publish(self, version: int) -> None:
         """Weights of the learner, and the drafter with them, to the workers."""
@@ -225,6 +241,7 @@ class TrainLoop:
                 step=step,
                 train=True,
                 expected_lens=self._lengths.expected([p.prompt_id for p in prompts]),
+                group=self.group,
             )
             parts.append(part)
             for i, prompt in enumerate(prompts):
@@ -278,7 +295,7 @@ class TrainLoop:
         return bool(every and self.eval_prompts) and (step % every == 0 or step == self.config.num_steps)
 
     def _evaluate(self, step: int) -> dict[str, float]:
-        self.reporter.phase(step, "eval")
+        self._phase(step, "eval")
         _, metrics = evaluate(
             self.workers,
             self.rewards,
@@ -287,6 +304,7 @@ class TrainLoop:
             self.eval_config,
             self.decode_text,
             self.reporter.progress,
+            self.group,
         )
         return metrics
 
@@ -311,7 +329,12 @@ class TrainLoop:
 
     def checkpoint_items(self) -> dict[str, Any]:
         """Everything that the next step depends on besides the configuration."""
-        return {"learner": self.state, "data": self.prompts.get_state(), "bandit": self.workers.save_bandits()}
+        return {"learner": self.state, "data": self.prompts.get_state(), "bandit": self._bandits()}
+
+    def _bandits(self) -> list[Any]:
+        """What every worker's policy has learnt, worker after worker over all processes."""
+        own = json.dumps(self.workers.save_bandits()).encode()
+        return [bandit for data in self.group.gather("bandits", own) for bandit in json.loads(data)]
 
     def checkpoint_summary(self) -> dict[str, Any]:
         """What a person wants to see of a checkpoint after a resume."""
