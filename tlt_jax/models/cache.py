@@ -89,6 +89,9 @@ def compact(cache: Cache, start_B: jax.Array, path_BW: jax.Array, width: int) ->
         block_KWH = take(v_KSH, (0, start, 0), (v_KSH.shape[0], width, v_KSH.shape[2]))
         return put(v_KSH, jnp.take(block_KWH, path_W, axis=1), (0, start, 0))
 
+    if cache[0].k.ndim == 3:  # `without_row_axis`
+        start, path_W = start_B[0], path_BW[0]
+        return tuple(LayerCache(k=move_k(c.k, start, path_W), v=move_v(c.v, start, path_W)) for c in cache)
     return tuple(
         LayerCache(
             k=jax.vmap(move_k)(layer.k, start_B, path_BW),

@@ -28,7 +28,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from tlt_jax.models.cache import LayerCache, compact
+from tlt_jax.models.cache import LayerCache, compact, with_row_axis, without_row_axis
 from tlt_jax.models.config import ModelConfig
 from tlt_jax.models.layers import MASKED
 from tlt_jax.models.transformer import compute_logits, forward_cached
@@ -178,10 +178,15 @@ def verify(
         return jnp.bool_(True), memory, rows, pending, out
 
     B, W = tree.tokens.shape
+    if B == 1:
+        memory = dataclasses.replace(memory, target=without_row_axis(memory.target))
     zero_B, zero_BW = jnp.zeros(B, jnp.int32), jnp.zeros((B, W), jnp.int32)
     nothing = SpecOut(tokens=zero_BW - 1, logprobs=jnp.zeros((B, W), jnp.float32), drafted=zero_B)
     carry = (~_goes_on(rows, exit_live), memory, rows, Pending(tokens=zero_BW, num=zero_B), nothing)
-    return jax.lax.while_loop(lambda carry: ~carry[0], verify_once, carry)[1:]
+    _, memory, rows, pending, out = jax.lax.while_loop(lambda carry: ~carry[0], verify_once, carry)
+    if B == 1:
+        memory = dataclasses.replace(memory, target=with_row_axis(memory.target))
+    return memory, rows, pending, out
 
 
 def _goes_on(rows: Rows, exit_live: jax.Array) -> jax.Array:
