@@ -38,6 +38,7 @@ from tlt_jax.rollout.rounds import Committed, InFlight, Rounds, strategies_of
 from tlt_jax.rollout.scheduler import Active, Scheduler
 from tlt_jax.rollout.speculate import shape_of
 from tlt_jax.rollout.stop_strings import find_stop
+from tlt_jax.rollout.traces import make_trace
 from tlt_jax.sharding import MeshConfig, Versioned, make_mesh
 from tlt_jax.strategy import NGRAM_DRAFTER, PLAIN, Policy
 from tlt_jax.types import FINISH_LENGTH, Completion, DraftModel, FeatureTrace, Request
@@ -335,20 +336,8 @@ class RolloutEngine:
             return
         for row, a in enumerate(self._scheduler.rows):
             if a is not None and a.finish_reason:
-                self._trace_sink(self._make_trace(a, np.asarray(self._device.read_features(row))))
-
-    def _make_trace(self, active: Active, features: np.ndarray) -> FeatureTrace:
-        D, features = self.model.hidden_size, features[: active.length]
-        is_fused = features.shape[1] > D  # then the last hidden state follows what the drafter reads
-        return FeatureTrace(
-            request_id=active.request.request_id,
-            token_ids=np.asarray([*active.request.prompt_ids, *active.token_ids], np.int32),
-            prompt_len=len(active.request.prompt_ids),
-            features=features[:, :-D] if is_fused else features,
-            hidden=features[:, -D:] if is_fused else None,
-            step=self._step,
-            policy_version=self.policy_version,
-        )
+                features = np.asarray(self._device.read_features(row))
+                self._trace_sink(make_trace(a, features, self.model, self._step, self.policy_version))
 
     def _stop_at_string(self, active: Active, num_checked: int) -> None:
         if active.request.sampling.stop and self._decode_text is not None:
