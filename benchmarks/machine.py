@@ -34,6 +34,11 @@ def describe() -> dict[str, Any]:
     }
 
 
+def num_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
 def read_bandwidth(num_bytes: int = 1 << 29, repeats: int = 7) -> float:
     """Bytes per second at which all cores in use read a buffer much larger than the caches; best of `repeats`."""
     num_threads = len(os.sched_getaffinity(0))

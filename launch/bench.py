@@ -76,6 +76,21 @@ def _executables(args: argparse.Namespace) -> dict[str, Any]:
     return speculation.executables(_read_run(args))
 
 
+def _e2e(args: argparse.Namespace) -> dict[str, Any]:
+    from benchmarks import e2e
+
+    return e2e.e2e(
+        args.config,
+        [o.removeprefix("--").removeprefix("config.") for o in args.overrides],
+        regime=args.regime,
+        processes=args.processes,
+        steps=args.steps,
+        warmup=args.warmup,
+        variants=args.variants,
+        rehearse=args.rehearse,
+    )
+
+
 BENCHMARKS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
     "rollout": _rollout,
     "train": _train,
@@ -84,6 +99,7 @@ BENCHMARKS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
     "executables": _executables,
     "accept": _accept,
     "lossless": _lossless,
+    "e2e": _e2e,
 }
 PEER_BENCHMARKS = ("rollout", "train")
 
@@ -115,6 +131,13 @@ def main(argv: list[str] | None = None) -> int:
             sub.add_argument("--temperatures", default="0,0.6,1.0")
         if name == "bandit":
             sub.add_argument("--live", type=int, default=16, help="responses at the start")
+        if name == "e2e":
+            sub.add_argument("--regime", default="law", help="natural or law")
+            sub.add_argument("--processes", type=int, default=2)
+            sub.add_argument("--steps", type=int, default=6)
+            sub.add_argument("--warmup", type=int, default=1, help="first steps that no time is taken of")
+            sub.add_argument("--variants", default="plain,ngram,tlt")
+            sub.add_argument("--rehearse", action=argparse.BooleanOptionalAction, default=True)
         if name == "rollout":
             sub.add_argument("--scenario", default="longtail", help="fixed, longtail, or decodeB for B rows")
         if name == "train":

@@ -42,6 +42,7 @@ from tlt_jax.rl.batch import assign_advantages, make_batch
 from tlt_jax.rl.evaluate import EvalConfig, evaluate
 from tlt_jax.rl.exchange import sum_over_processes
 from tlt_jax.rl.experience import Scored, collect, concat, make_requests, rollout_metrics, take_groups
+from tlt_jax.rl.lengths import LAWS, cut_to_law
 from tlt_jax.rl.optimizer import LearnerState
 from tlt_jax.rl.rewards import RewardPool
 from tlt_jax.rl.tasks import Prompt, TrainIterator
@@ -61,6 +62,7 @@ class LoopConfig:
       group_size: R, responses per prompt.
       max_batches: with dynamic sampling, most batches of P prompts drawn in a step.
       seed: of the run: noise, order of prompts, random weights.
+      length_law: "" leaves the length of a response to the model; a name of `lengths.LAWS` draws it from a law.
     """
 
     num_steps: int = 100
@@ -68,9 +70,11 @@ class LoopConfig:
     group_size: int = 8
     max_batches: int = 4
     seed: int = 0
+    length_law: str = ""
 
     def __post_init__(self):
         checks = (
+            ("length_law", self.length_law in ("", *LAWS), f"'' or one of {list(LAWS)}"),
             ("num_steps", self.num_steps >= 1, ">= 1"),
             ("prompts_per_step", self.prompts_per_step >= 1, ">= 1"),
             ("group_size", self.group_size >= 1, ">= 1"),
@@ -231,6 +235,7 @@ class TrainLoop:
             prompts = next(self.prompts)
             first_id = (step * self.config.max_batches + batch) * size
             requests = make_requests(prompts, self.config.group_size, self.sampling, first_id)
+            requests = cut_to_law(requests, self.config.length_law, self.config.seed)
             part = collect(
                 self.workers,
                 self.rewards,
