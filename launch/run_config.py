@@ -14,6 +14,8 @@ from typing import Any
 from launch.config import ConfigError, build
 from tlt_jax.bandit.policy import BanditConfig
 from tlt_jax.checkpoint import CheckpointConfig
+from tlt_jax.coordinator.spot_trainer import SpotConfig
+from tlt_jax.coordinator.state import CoordinatorConfig
 from tlt_jax.drafter.config import loss_preset
 from tlt_jax.drafter.settings import DrafterConfig
 from tlt_jax.processes import DistributedConfig
@@ -81,6 +83,7 @@ SCHEMA: dict[str, tuple[type, ...]] = {
     "drafter": (DrafterConfig,),
     "bandit": (BanditConfig,),
     "ngram": (NgramConfig,),
+    "coordinator": (CoordinatorConfig, SpotConfig),
     "mesh": (MeshConfig,),
     "checkpoint": (CheckpointConfig,),
     "distributed": (DistributedConfig,),
@@ -91,7 +94,7 @@ SCHEMA: dict[str, tuple[type, ...]] = {
 MAY_CHANGE = (
     *("loop.num_steps", "eval", "checkpoint", "mesh", "workers", "rollout", "learner", "reward.num_workers"),
     *("drafter.path", "drafter.enabled", "drafter.loss", "drafter.preset", "drafter.optim", "drafter.batch"),
-    *("drafter.buffer", "bandit", "ngram", "distributed"),
+    *("drafter.buffer", "bandit", "ngram", "coordinator", "spot", "distributed"),
 )
 
 
@@ -113,6 +116,8 @@ class RunConfig:
     drafter: DrafterConfig
     bandit: BanditConfig
     ngram: NgramConfig
+    coordinator: CoordinatorConfig
+    spot: SpotConfig
     mesh: MeshConfig
     checkpoint: CheckpointConfig
     distributed: DistributedConfig
@@ -130,6 +135,7 @@ def make_run_config(sections: Mapping[str, Mapping[str, Any]]) -> RunConfig:
 
     rollout, sampling, workers = section("rollout")
     name, _, optimizer, learner, loop = section("rl")
+    coordinator, spot = section("coordinator")
     _, algorithm, *_ = section("rl", AlgorithmName, preset(name.algorithm), *SCHEMA["rl"][2:])
     run = RunConfig(
         model=section("model")[0],
@@ -146,6 +152,8 @@ def make_run_config(sections: Mapping[str, Mapping[str, Any]]) -> RunConfig:
         drafter=_drafter(sections.get("drafter", {}), sampling),
         bandit=section("bandit")[0],
         ngram=section("ngram")[0],
+        coordinator=coordinator,
+        spot=spot,
         mesh=section("mesh")[0],
         checkpoint=section("checkpoint")[0],
         distributed=section("distributed")[0],

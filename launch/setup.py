@@ -27,7 +27,7 @@ from tlt_jax.rl.rewards import RewardPool
 from tlt_jax.rl.tasks import Task, make_task
 from tlt_jax.rollout.engine import RolloutEngine
 from tlt_jax.sharding import Versioned, make_mesh, param_shardings, publish_all, worker_meshes
-from tlt_jax.types import Params
+from tlt_jax.types import FeatureTrace, Params
 
 DecodeText = Callable[[Sequence[int]], str]
 
@@ -94,7 +94,11 @@ def check_requests(run: RunConfig, task: Task, workers: WorkerPool) -> None:
 
 
 def make_workers(
-    run: RunConfig, inputs: Inputs, devices: Sequence[jax.Device] | None = None, group: Group | None = None
+    run: RunConfig,
+    inputs: Inputs,
+    devices: Sequence[jax.Device] | None = None,
+    group: Group | None = None,
+    trace_sink: Callable[[FeatureTrace], None] | None = None,
 ) -> WorkerPool:
     """The rollout workers, each on a sub-mesh of this process's devices; no weights yet.
 
@@ -104,14 +108,21 @@ def make_workers(
     meshes = worker_meshes(devices or jax.local_devices(), run.workers.num_workers)
     first = group.index * len(meshes)
     return WorkerPool(
-        [_make_engine(run, inputs, mesh, i) for i, mesh in enumerate(meshes, first)],
+        [_make_engine(run, inputs, mesh, i, trace_sink) for i, mesh in enumerate(meshes, first)],
+        config=run.coordinator,
         store=ServiceStore() if group.count > 1 else None,
         num_workers=group.count * len(meshes),
         is_leader=group.is_first,
     )
 
 
-def _make_engine(run: RunConfig, inputs: Inputs, mesh: jax.sharding.Mesh, worker: int) -> RolloutEngine:
+def _make_engine(
+    run: RunConfig,
+    inputs: Inputs,
+    mesh: jax.sharding.Mesh,
+    worker: int,
+    trace_sink: Callable[[FeatureTrace], None] | None,
+) -> RolloutEngine:
     platform = mesh.devices.flat[0].platform
     bandit = dataclasses.replace(run.bandit, seed=run.bandit.seed + worker)
     return RolloutEngine(
@@ -124,6 +135,7 @@ def _make_engine(run: RunConfig, inputs: Inputs, mesh: jax.sharding.Mesh, worker
         drafter=None if inputs.drafting is None else inputs.drafting.model,
         bandit=make_strategy_policy(bandit, platform),
         ngram=run.ngram,
+        trace_sink=trace_sink,
     )
 
 

@@ -24,6 +24,7 @@ from absl import flags, logging
 
 from launch import cli, job, setup
 from launch.config import CONFIG, prepare_workdir, to_json
+from launch.online import make_data, make_online
 from launch.progress import SilentReporter, TerminalReporter
 from launch.run_config import MAY_CHANGE, RunConfig
 from tlt_jax.checkpoint import CheckpointError, CheckpointStore, Restored
@@ -35,6 +36,7 @@ from tlt_jax.rl.loop import Reporter, TrainLoop
 from tlt_jax.rl.optimizer import LearnerState
 from tlt_jax.rl.rewards import RewardPool, RewardWorkerError
 from tlt_jax.rl.tasks import Task
+from tlt_jax.sharding import replicated
 
 _WORKDIR = flags.DEFINE_string("workdir", "", "Directory of the run; default runs/<config name>.")
 _FRESH = flags.DEFINE_bool("fresh", False, "Insist on a new workdir.")
@@ -152,12 +154,19 @@ def make_loop(
       make_learner: as `update.make_learner`.
     """
     run, inputs, workdir, is_writer = parts.run, parts.inputs, parts.workdir, parts.group.is_first
-    workers = setup.make_workers(run, inputs, devices, parts.group)
+    data = make_data(run, inputs.drafting)
+    workers = setup.make_workers(run, inputs, devices, parts.group, None if data is None else data.add)
     setup.check_requests(run, parts.task, workers)
     policy = setup.make_policy(run, inputs, devices)
     learner = make_learner(inputs.model, run.algorithm, run.optimizer, run.learner, policy.mesh)
     prompts = parts.task.train_iterator(run.loop.prompts_per_step, run.loop.seed)
-    restored = store.restore({"learner": learner.steps.state_shapes, "data": None, "bandit": None})
+    online = None
+    if inputs.drafting is not None and data is not None:
+        online = make_online(run, inputs.drafting, workers, data, workdir)
+    targets = {"learner": learner.steps.state_shapes, "data": None, "bandit": None}
+    if online is not None:
+        targets |= {"drafter": online.state_shapes(replicated(policy.mesh)), "online": None}
+    restored = store.restore(targets, optional=("drafter", "online"))  # a run may train its drafter from now on
     reference = policy.load() if restored is None or run.algorithm.needs_reference else None
     first_step, kept = 1, 0  # a fresh run may evaluate before its first step, as step 0
     if restored is None:
@@ -168,6 +177,8 @@ def make_loop(
         prompts.set_state(restored.items["data"])
         first = parts.group.index * len(workers.engines)  # the saved ones are of all processes
         workers.restore_bandits(restored.items.get("bandit", [])[first:])
+        if online is not None and "drafter" in restored.items:
+            online.set_state(restored.items["drafter"], restored.items["online"])
         _check_restored(restored, state)
         logging.info("%s", restored.describe())
         first_step = kept = restored.step + 1
@@ -182,6 +193,7 @@ def make_loop(
         workers=workers,
         publish=setup.make_publish(run, inputs, workers),
         publish_drafter=None if inputs.drafting is None else functools.partial(inputs.drafting.load_into, workers),
+        online=online,
         prompts=prompts,
         eval_prompts=parts.task.eval_prompts(),
         rewards=parts.rewards,

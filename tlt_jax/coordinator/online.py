@@ -54,6 +54,7 @@ class OnlineDrafter:
         """
         self.engines, self.spots, self.data = list(engines), list(spots), data
         self.version = 0  # merges that changed the drafter
+        self.example: Any = None  # a batch of the trainers' shape, for `warm_up`
         self.num_swaps = 0  # drafters brought to engines inside a rollout
         self._load = load
         self._best: Versioned | None = None  # of this process in this step
@@ -62,6 +63,12 @@ class OnlineDrafter:
         if directory is not None:
             directory.mkdir(parents=True, exist_ok=True)
             self._records = open(directory / f"windows_{jax.process_index()}.jsonl", "a")
+
+    def warm_up(self) -> None:
+        """Compiles what windows need, so that the first one is not spent on that; engines have their weights."""
+        if self.example is not None:
+            for spot in self.spots:
+                spot.warm_up(self.example)
 
     def take(self, params: Params) -> None:
         """Keeps weights that measured better than those before; called by spot trainers, in their threads."""

@@ -2,7 +2,8 @@
 
 Life of step s (1, 2, ...):
   1. Draw P prompts; make P x R requests. Their ids, and so their noise, depend on s alone.
-  2. Workers decode with policy version s-1; rewards are computed meanwhile. With dynamic sampling, batches are drawn
+  2. Workers decode with policy version s-1; rewards are computed meanwhile, and workers that have run dry train the
+     drafter; what they have learnt is merged at the end. With dynamic sampling, batches are drawn
      until P groups have a signal, or the limit of batches is reached.
   3. Advantages, log-probs and update on the learner's mesh.
   4. The new weights become version s and are copied to the workers.
@@ -32,6 +33,7 @@ import numpy as np
 
 from tlt_jax.checkpoint import CheckpointStore
 from tlt_jax.coordinator.messages import Change
+from tlt_jax.coordinator.online import OnlineDrafter
 from tlt_jax.coordinator.runtime import WorkerPool, worker_metrics
 from tlt_jax.coordinator.work import LengthHistory
 from tlt_jax.metrics import CompileCounter, MetricsWriter, RolloutWriter, TimelineWriter, memory_metrics
@@ -137,7 +139,8 @@ class TrainLoop:
     ref_params: Params | None
     workers: WorkerPool
     publish: Callable[[Params, int], list[Versioned]]
-    publish_drafter: Callable[[], None] | None
+    publish_drafter: Callable[[], None] | None  # of a drafter that stays as it is
+    online: OnlineDrafter | None  # a drafter that idle workers train
     prompts: TrainIterator
     eval_prompts: Sequence[Prompt]
     rewards: RewardPool
@@ -163,6 +166,8 @@ class TrainLoop:
         """Trains up to `config.num_steps`; returns the last step's metrics."""
         self.group.agree("first step", str(self.first_step))
         self._publish(self.first_step - 1)
+        if self.online is not None:
+            self.online.warm_up()
         last: dict[str, float] = {}
         self.step = self.first_step - 1
         if self.first_step == 1 and self._evaluates(0):
@@ -180,6 +185,10 @@ class TrainLoop:
         self._phase(step, "rollout")
         scored = self._rollout(step)
         out = rollout_metrics(scored) | worker_metrics(seconds, self.workers.seconds)
+        if self.online is not None:
+            self.group.enter(f"step {step}, merge")
+            with clock.phase("merge"):
+                out |= self.online.finish_step()
         groups = self._groups_to_keep(scored)
         kept = take_groups(scored, groups)
         self._phase(step, "update")
@@ -215,7 +224,9 @@ class TrainLoop:
     def _publish(self, version: int) -> None:
         """Weights of the learner, and the drafter with them, to the workers."""
         self.workers.load(self.publish(self.state.params, version))
-        if self.publish_drafter is not None:
+        if self.online is not None:
+            self.online.publish()
+        elif self.publish_drafter is not None:
             self.publish_drafter()
 
     def _times(self, out: dict[str, float], clock: _PhaseClock, step_s: float) -> dict[str, float]:
@@ -229,6 +240,8 @@ class TrainLoop:
     def _rollout(self, step: int) -> Scored:
         """Scored responses of one batch; with dynamic sampling, of as many as it takes."""
         size = self.config.prompts_per_step * self.config.group_size
+        if self.online is not None:
+            self.online.start_step(step)
         parts: list[Scored] = []
         num_kept = 0
         for batch in range(self.config.max_batches if self.algo.dynamic_sampling else 1):
@@ -329,12 +342,17 @@ class TrainLoop:
         self.reporter.close()
         self.metrics.close()
         self.timeline.close()
+        if self.online is not None:
+            self.online.close()
         if self.store is not None:
             self.store.close()
 
     def checkpoint_items(self) -> dict[str, Any]:
         """Everything that the next step depends on besides the configuration."""
-        return {"learner": self.state, "data": self.prompts.get_state(), "bandit": self._bandits()}
+        items = {"learner": self.state, "data": self.prompts.get_state(), "bandit": self._bandits()}
+        if self.online is not None:
+            items["drafter"], items["online"] = self.online.get_state()
+        return items
 
     def _bandits(self) -> list[Any]:
         """What every worker's policy has learnt, worker after worker over all processes."""
