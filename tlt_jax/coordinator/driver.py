@@ -65,6 +65,7 @@ class Job:
     before_step: Callable[[RolloutEngine], None] | None = None
     completions: dict[int, Completion] = dataclasses.field(default_factory=dict)
     failure: BaseException | None = None  # of this process
+    left_s: float | None = None  # when the last driver of this process had left
     poll_s: float = 0.0  # spent in calls of the store, by all drivers
     lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
     progress: dict[int, Progress] = dataclasses.field(default_factory=dict)

@@ -45,6 +45,7 @@ from tlt_jax.rollout.engine import RolloutEngine
 from tlt_jax.sharding import Versioned
 from tlt_jax.types import Completion, Request
 
+LEAVE_S = 60.0  # how long the leader listens for workers that are slow to leave
 LISTEN_S = 0.05  # a call of the store costs some 0.3 ms, in a thread of its own
 
 OnChange = Callable[[Change], None]
@@ -88,9 +89,9 @@ class Coordinator:
                 self.tell(message)
 
     def is_in_progress(self, rollout: int) -> bool:
-        """Whether any worker has yet to leave this rollout."""
+        """Whether any worker has yet to leave this rollout; not where it failed, for all have been told."""
         with self._lock:
-            return self._state.rollout == rollout and not self._state.is_closed
+            return self._state.rollout == rollout and not self._state.is_closed and not self._state.failure
 
     def seconds(self) -> dict[WorkerState, float]:
         """Worker-seconds in each state since the coordinator began, over all workers."""
@@ -232,11 +233,15 @@ class WorkerPool:
     def _run(self, drivers: Sequence[Driver], job: Job) -> None:
         """Until every driver has left."""
         if self._is_shared and self.coordinator is not None:
-            threading.Thread(target=_listen, args=(self.coordinator, job), name="coordinator", daemon=True).start()
-        if len(drivers) == 1:
-            drivers[0].run()
-        else:
-            _run_threads(drivers, job)
+            # No daemon: at its exit an interpreter ends such threads wherever they are, in a call of the service too.
+            threading.Thread(target=_listen, args=(self.coordinator, job), name="coordinator").start()
+        try:
+            if len(drivers) == 1:
+                drivers[0].run()
+            else:
+                _run_threads(drivers, job)
+        finally:
+            job.left_s = time.perf_counter()
 
 
 def worker_metrics(before: Mapping[WorkerState, float], after: Mapping[WorkerState, float]) -> dict[str, float]:
@@ -264,6 +269,8 @@ def _listen(coordinator: Coordinator, job: Job) -> None:
     """Hears other processes until the last worker anywhere has left; that may be after those of this process have."""
     try:
         while job.failure is None and coordinator.is_in_progress(job.rollout):
+            if job.left_s is not None and time.perf_counter() - job.left_s > LEAVE_S:
+                return  # a process that hangs is the business of those who watch processes
             time.sleep(LISTEN_S)
             coordinator.listen()
     except (RuntimeError, OSError) as error:  # the service is gone, and with it the job

@@ -277,7 +277,7 @@ class _Snapshot:
     def write(self, params: Params) -> None:
         """Begins to write a copy that nobody changes; nothing happens while another is being written."""
         if self._thread is None or not self._thread.is_alive():
-            self._thread = threading.Thread(target=self._write, args=(params,), name="drafter-snapshot", daemon=True)
+            self._thread = threading.Thread(target=self._write, args=(params,), name="drafter-snapshot")
             self._thread.start()
 
     def _write(self, params: Params) -> None:
