@@ -92,7 +92,7 @@ def test_a_window_lasts_until_it_is_told_to_end(end):
         "accept_after": None,
         "end": end,
     }
-    assert 0.0 < window.longest_step_s <= window.first_step_s <= window.seconds
+    assert 0.0 < window.first_step_s <= window.seconds and 0.0 < window.longest_step_s <= window.seconds
     np.testing.assert_array_equal(spot.state.params["w"], [3.0, 3.0])
     assert spot.tokens == 3 * ROWS
     assert spot.train(8, ask_times(0)) is WindowEnd.STOPPED and spot.windows[1].num_steps == 0
