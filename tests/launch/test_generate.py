@@ -54,7 +54,7 @@ def test_lines_come_back_in_order_with_what_was_asked(command, tmp_path):
         assert len(row["logprobs"]) == len(row["token_ids"]) > 0 and max(row["logprobs"]) <= 0.0
         # In a log-prob's place the tokenizer's text of the ids, without special tokens.
         assert row["text"] == "".join(tiny_model.TOKENS[i] for i in row["token_ids"] if i > 3)
-        assert row["accept_len"] == 1.0 and row["rounds"] == len(row["token_ids"])
+        assert row["accept_len"] == len(row["token_ids"]) / row["rounds"] >= 1.0
     assert [len(row["token_ids"]) <= 3 for row in rows[:2]] == [True, True]
     assert rows[0]["token_ids"] != rows[1]["token_ids"]
     assert rows[2]["token_ids"] == rows[3]["token_ids"] and rows[4]["token_ids"] == rows[5]["token_ids"]
