@@ -91,16 +91,18 @@ def files_of(workdir: pathlib.Path):
     return load_file(workdir / "drafter" / "model.safetensors")
 
 
-def test_a_resumed_run_is_the_uninterrupted_one(command, tmp_path):
+@pytest.mark.slow
+def test_a_resumed_run_is_the_uninterrupted_one(command, tmp_path, caplog):
     """C7, C11, C14, F4: stopped after 4 of 6 steps, it ends with the same weights, data position and metrics; the map
     is that of the first start."""
     code, whole, err = command(workdir="whole")
     assert code == 0, err
     assert (whole["steps"], whole["stopped"]) == (6, "6 steps are done")
     assert command("--config.drafter.warmup.num_steps=4", workdir="cut")[1]["steps"] == 4
-    code, resumed, err = command(workdir="cut")
+    with caplog.at_level("INFO", logger="absl"):
+        code, resumed, err = command(workdir="cut")
     assert code == 0, err
-    assert "restored step 4" in err
+    assert "restored step 4" in caplog.text
     kept = ("steps", "tokens", "accept_len", "best_step")
     assert {k: resumed[k] for k in kept} == {k: whole[k] for k in kept}
     for name, want in files_of(tmp_path / "whole").items():
@@ -127,6 +129,7 @@ def test_what_a_checkpoint_holds(command, tmp_path):
     assert manifest["items"]["d2t"] == {"offsets": [24]}
 
 
+@pytest.mark.slow
 def test_given_responses_are_trained_on_and_missing_ones_written(command, tmp_path):
     data = [{"prompt": "01 plus 1?", "response": "two."}, {"messages": [{"role": "user", "content": "02 plus 1?"}]}]
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in data))
@@ -138,7 +141,7 @@ def test_given_responses_are_trained_on_and_missing_ones_written(command, tmp_pa
     assert result["drafter"] == str(tmp_path / "run" / "drafter")
 
 
-def test_a_trained_drafter_goes_out_and_in_again_to_the_bit(command, root, tmp_path, capsys):
+def test_a_trained_drafter_goes_out_and_in_again_to_the_bit(command, root, tmp_path):
     """F3, F4: by the command, for the other server and back; the map goes with it."""
     assert command("--config.drafter.warmup.num_steps=1")[0] == 0
     source = tmp_path / "run"
@@ -160,6 +163,7 @@ def test_a_trained_drafter_goes_out_and_in_again_to_the_bit(command, root, tmp_p
     assert "expected a drafter of one" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_training_stops_early_where_nothing_is_gained(command):
     warmup = {**DRAFTER["warmup"], "num_steps": 50, "eval_every": 1, "patience": 2, "min_gain": 9.0}
     code, result, _ = command(drafter={"warmup": warmup})
