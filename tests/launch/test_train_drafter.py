@@ -141,7 +141,7 @@ def test_given_responses_are_trained_on_and_missing_ones_written(command, tmp_pa
     assert result["drafter"] == str(tmp_path / "run" / "drafter")
 
 
-def test_a_trained_drafter_goes_out_and_in_again_to_the_bit(command, root, tmp_path):
+def test_a_trained_drafter_goes_out_and_in_again_to_the_bit(command, root, tmp_path, capfd):
     """F3, F4: by the command, for the other server and back; the map goes with it."""
     assert command("--config.drafter.warmup.num_steps=1")[0] == 0
     source = tmp_path / "run"
@@ -157,10 +157,10 @@ def test_a_trained_drafter_goes_out_and_in_again_to_the_bit(command, root, tmp_p
         np.testing.assert_array_equal(last[name], want)
     maps = [np.load(p / "draft_vocab.npy") for p in (tmp_path / "run" / "drafter", source)]
     np.testing.assert_array_equal(*maps)
-    assert json.loads(capsys.readouterr().out.splitlines()[-1])["architectures"] == ["LlamaForCausalLMEagle"]
+    assert json.loads(capfd.readouterr().out.splitlines()[-1])["architectures"] == ["LlamaForCausalLMEagle"]
     argv = ["drafter-export", str(root / "model"), f"--model={root / 'model'}", f"--out={tmp_path / 'x'}"]
     assert convert.main(argv) == 2
-    assert "expected a drafter of one" in capsys.readouterr().err
+    assert "expected a drafter of one" in capfd.readouterr().err
 
 
 @pytest.mark.slow
