@@ -5,20 +5,23 @@ from __future__ import annotations
 import dataclasses
 import json
 import pathlib
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
+from safetensors.numpy import load_file, save_file
 
 from launch import setup
 from launch.config import ConfigError
 from tlt_jax import files
 from tlt_jax.coordinator.driver import OnProgress
 from tlt_jax.coordinator.runtime import WorkerPool
-from tlt_jax.drafter.features import Recorded
+from tlt_jax.drafter.features import Read, Recorded
 from tlt_jax.rl import prompts as prompting
 from tlt_jax.rl.tasks import Task
-from tlt_jax.types import Request, SamplingParams
+from tlt_jax.types import FeatureTrace, Request, SamplingParams
 
 _KEYS = ("prompt", "messages", "response", "response_ids", "prompt_ids")
 
@@ -123,11 +126,81 @@ def requests_for(lines: Sequence[Line], sampling: SamplingParams, samples: int) 
     ]
 
 
+class Kept:
+    """Features that the engine wrote responses with, up to a number of bytes; those beyond are read again later.
+
+    They lie beside the data: a resumed run trains on the same bits.
+    """
+
+    def __init__(self, num_requests: int, context_len: int, max_bytes: int):
+        """Keeps nothing yet.
+
+        Args:
+          num_requests: to be answered.
+          context_len: positions kept before the last one of a prompt.
+          max_bytes: of all features together.
+        """
+        self.num_requests, self._context_len, self._room = num_requests, context_len, max_bytes
+        self._lock = threading.Lock()
+        self.traces: dict[int, FeatureTrace] = {}  # by request
+
+    def add(self, trace: FeatureTrace) -> None:
+        """Takes a trace of an engine; any thread may call."""
+        start = max(trace.prompt_len - 1 - self._context_len, 0)
+        at = slice(start, len(trace.token_ids) - 1)
+        hidden = None if trace.hidden is None else trace.hidden[at].copy()
+        cut = dataclasses.replace(trace, start=start, features=trace.features[at].copy(), hidden=hidden)
+        num_bytes = cut.features.nbytes + (0 if hidden is None else hidden.nbytes)
+        with self._lock:
+            if num_bytes <= self._room:
+                self._room -= num_bytes
+                self.traces[trace.request_id] = cut
+
+    def save(self, path: pathlib.Path, sequences: Sequence[Recorded]) -> None:
+        """Writes them, as traces of the last of `sequences`, which answer the requests in order; then they are kept
+        under those sequences' ids."""
+        first = len(sequences) - self.num_requests
+        self.traces = {first + i: dataclasses.replace(t, request_id=first + i) for i, t in self.traces.items()}
+        arrays = {}
+        for i, trace in self.traces.items():
+            arrays[f"{i}/features"] = trace.features.view(np.uint16)
+            if trace.hidden is not None:
+                arrays[f"{i}/hidden"] = trace.hidden.view(np.uint16)
+        new = path.with_name(f"{path.name}.new")
+        save_file(arrays, new)
+        new.replace(path)
+
+    def load(self, path: pathlib.Path, sequences: Sequence[Recorded]) -> None:
+        """Reads what `save` wrote for the same sequences; nothing where there is no file."""
+        arrays = load_file(path) if path.exists() else {}
+        for name, features in arrays.items():
+            i, kind = int(name.split("/")[0]), name.split("/")[1]
+            if kind == "features":
+                sequence, hidden = sequences[i], arrays.get(f"{i}/hidden")
+                self.traces[i] = FeatureTrace(
+                    request_id=i,
+                    token_ids=sequence.token_ids,
+                    prompt_len=sequence.prompt_len,
+                    features=features.view(jnp.bfloat16),
+                    hidden=None if hidden is None else hidden.view(jnp.bfloat16),
+                    start=max(sequence.prompt_len - 1 - self._context_len, 0),
+                )
+
+    def read_first(self, read: Read) -> Read:
+        """`read`, but for the sequences whose features are kept."""
+
+        def read_missing(sequences: Sequence[Recorded]) -> Iterator[FeatureTrace]:
+            yield from (self.traces[s.request_id] for s in sequences if s.request_id in self.traces)
+            yield from read([s for s in sequences if s.request_id not in self.traces])
+
+        return read_missing
+
+
 def answer(
     lines: Sequence[Line], requests: Sequence[Request], workers: WorkerPool, on_progress: OnProgress | None
 ) -> list[Line]:
-    """All lines with responses: those that had one, then what the engine wrote."""
-    completions = workers.generate(requests, on_progress=on_progress) if requests else []
+    """All lines with responses: those that had one, then what the engine wrote, in the order of the requests."""
+    completions = workers.generate(requests, on_progress=on_progress, trace=True) if requests else []
     done = [line for line in lines if line.response_ids is not None]
     written = [Line(prompt_ids=c.prompt_ids, response_ids=tuple(c.token_ids.tolist())) for c in completions]
     return done + written

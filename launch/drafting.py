@@ -110,6 +110,12 @@ def check_start(settings: DrafterConfig, target: ModelConfig) -> None:
         )
 
 
+def tracing_drafter(settings: DrafterConfig, target: ModelConfig) -> Drafting:
+    """A drafter without weights: engines that have it keep the features that it would read."""
+    config = _load(settings, target).config if settings.path else settings.draft_config(target)
+    return Drafting(config=dataclasses.replace(config, draft_vocab_size=0), params={})
+
+
 def start_drafter(settings: DrafterConfig, target: ModelConfig, sequences: Sequence[Recorded]) -> Drafting:
     """What offline training starts from: the drafter at `drafter.path`, or a new one.
 

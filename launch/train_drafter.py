@@ -5,6 +5,7 @@ token ids under `response_ids`. Lines without a response are answered first, wit
 config; without `--data` the prompts are the task's. The `drafter` section says what is trained and how. In the workdir:
 
     data.jsonl       what it is trained on, as token ids
+    features.safetensors  what the rollout that wrote the responses kept of the target's features
     metrics.jsonl    loss, and held-out accept length and agreement by draft position, against steps and tokens
     checkpoints/     trainable weights, optimizer, data position, map of the vocabulary: the same command resumes
     drafter/         the best drafter so far, in the layout that SGLang loads and `drafter.path` takes
@@ -30,7 +31,7 @@ from absl import flags, logging
 
 from launch import cli, drafter_data, setup
 from launch.config import CONFIG, prepare_workdir, to_json
-from launch.drafting import EXPORT_DIR, Drafting, check_start, start_drafter
+from launch.drafting import EXPORT_DIR, Drafting, check_start, start_drafter, tracing_drafter
 from launch.run_config import RunConfig
 from launch.run_flags import PROGRESS, WORKDIR
 from tlt_jax.checkpoint import CheckpointConfig, CheckpointError, CheckpointStore
@@ -47,6 +48,7 @@ from tlt_jax.types import Params
 _DATA = flags.DEFINE_string("data", "", "JSONL file of prompts, with or without responses; default: the task's.")
 
 DATA_FILE = "data.jsonl"
+FEATURES_FILE = "features.safetensors"
 _STEP_METRICS = ("loss", "grad_norm", "accept", "top1", "top3", "overlap", "feature_loss", "logit_loss")
 # A resumed run may go on longer, look more often, and keep more; what it trains on and for stays.
 _MAY_CHANGE = (
@@ -90,8 +92,10 @@ def main() -> dict[str, Any]:
         inputs = setup.read_inputs(run)
         check_start(run.drafter, inputs.model)
         lines = _read_data(run, inputs, workdir)
-        workers = setup.make_workers(run, inputs)
+        drafting = inputs.drafting or tracing_drafter(run.drafter, inputs.model)
         requests = drafter_data.requests_for(lines, run.sampling, run.drafter.warmup.samples)
+        kept = drafter_data.Kept(len(requests), run.drafter.batch.context_len, run.drafter.buffer.max_bytes)
+        workers = setup.make_workers(run, dataclasses.replace(inputs, drafting=drafting), trace_sink=kept.add)
         for request in requests:
             workers.engines[0].check(request)
         prepare_workdir(workdir, to_json(run), may_change=_MAY_CHANGE)
@@ -100,8 +104,13 @@ def main() -> dict[str, Any]:
     try:
         with tqdm.tqdm(total=len(requests), unit="resp", disable=not (requests and PROGRESS.value)) as bar:
             lines = drafter_data.answer(lines, requests, workers, lambda p: _show(bar, p.done))
+        sequences = drafter_data.as_recorded(lines)
+        if kept.traces:
+            kept.save(workdir / FEATURES_FILE, sequences)
+        else:
+            kept.load(workdir / FEATURES_FILE, sequences)
         drafter_data.save_lines(workdir / DATA_FILE, lines)
-        parts = make_parts(run, inputs, workers.engines[0].weights.params, drafter_data.as_recorded(lines), workdir)
+        parts = make_parts(run, inputs, workers.engines[0].weights.params, sequences, kept, workdir)
         result = run_training(parts, store)
     except _FAILURES as error:
         why = "stopped" if isinstance(error, KeyboardInterrupt) else f"failed: {type(error).__name__}: {error}"
@@ -127,9 +136,23 @@ def _show(bar: tqdm.tqdm, done: int) -> None:
 
 
 def make_parts(
-    run: RunConfig, inputs: setup.Inputs, target_params: Params, sequences: list[Recorded], workdir: pathlib.Path
+    run: RunConfig,
+    inputs: setup.Inputs,
+    target_params: Params,
+    sequences: list[Recorded],
+    kept: drafter_data.Kept,
+    workdir: pathlib.Path,
 ) -> Parts:
-    """Chooses the vocabulary, reads the held-out features, and builds the trainer."""
+    """Chooses the vocabulary, reads the held-out features, and builds the trainer.
+
+    Args:
+      run: the configuration.
+      inputs: the model.
+      target_params: its weights.
+      sequences: the data.
+      kept: features of the rollout, of some of them.
+      workdir: of the run.
+    """
     settings, model = run.drafter, inputs.model
     train_on, held_out = warmup.split_held_out(sequences, settings.warmup.held_out, settings.seed)
     start = start_drafter(settings, model, train_on)
@@ -145,6 +168,7 @@ def make_parts(
     read = functools.partial(
         make_reader(model, start.config.feature_layers, context_len=settings.batch.context_len), target_params
     )
+    read = kept.read_first(read)
     bytes_per_token = 2 * (start.config.feature_size + (model.hidden_size if settings.form == "eagle3" else 0))
     shards = warmup.make_shards(train_on, bytes_per_token, settings.buffer.max_bytes)
     logging.info("%d sequences to train on in %d shards, %d held out", len(train_on), len(shards), len(held_out))

@@ -12,7 +12,8 @@ def test_values_and_addresses_stay():
     expected = jax.tree.map(np.array, tree)
     addresses = [x.unsafe_buffer_pointer() for x in jax.tree.leaves(tree)]
     num_bytes = collapse(tree)
-    assert num_bytes % (2 << 20) == 0 and 0 <= num_bytes <= 16 << 20
+    # 12 MiB touch seven pages at most, five floats two.
+    assert num_bytes % (2 << 20) == 0 and 0 <= num_bytes <= 9 * (2 << 20)
     assert [x.unsafe_buffer_pointer() for x in jax.tree.leaves(tree)] == addresses
     jax.tree.map(np.testing.assert_array_equal, tree, expected)
 

@@ -37,6 +37,7 @@ from tlt_jax.rl.update import make_learner
 from tlt_jax.rollout.engine import RolloutEngine
 from tlt_jax.rollout.executables import ExecutablePool
 
+ONE_DEVICE = "--xla_backend_optimization_level=0"  # `XLA_FLAGS` of processes with the machine's own devices
 CHARACTERS = "0123456789abcdefghijklmnopqrstuvwxyz +-=.,:?!\n"
 TOKENS = ["<pad>", "<s>", "</s>", "<end>", *CHARACTERS]
 CHAT = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}a:{% endif %}"

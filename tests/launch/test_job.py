@@ -50,8 +50,7 @@ def test_half_a_place_is_refused():
 
 
 def start(root, *command, **env):
-    env = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{root}", "XLA_FLAGS": ""} | env
-    env["JAX_COMPILATION_CACHE_DIR"] = str(root / "xla")
+    env = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{root}", "XLA_FLAGS": tiny_model.ONE_DEVICE} | env
     cluster = [sys.executable, "-m", "launch.local_cluster", "--processes=2", "--grace_s=5", "--", sys.executable]
     cluster += map(str, command)
     return subprocess.Popen(cluster, env=env, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

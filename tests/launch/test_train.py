@@ -169,8 +169,8 @@ def test_an_interrupt_ends_the_run_after_the_checkpoint_in_flight(root, tmp_path
 
 
 def start(root, workdir, config, *argv):
-    env = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{root}", "JAX_COMPILATION_CACHE_DIR": str(root / "xla")}
-    env["XLA_FLAGS"] = ""  # one device
+    env = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{root}", "XLA_FLAGS": tiny_model.ONE_DEVICE}
+    env["JAX_COMPILATION_CACHE_DIR"] = str(root / "xla")
     command = [sys.executable, "-m", "launch.train", f"--config={config}", f"--workdir={workdir}", *argv]
     return subprocess.Popen(
         command, env=env, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True

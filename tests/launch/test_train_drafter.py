@@ -1,16 +1,21 @@
 """The drafter's command: what it refuses, what it leaves, and that it goes on where it was."""
 
+import dataclasses
 import json
 import pathlib
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from launch import convert, train_drafter
+from launch import convert, drafter_data, train_drafter
 from tests import tiny_model
 from tests.tiny_model import read_metrics, run_command, sections, write_config
 from tlt_jax.checkpoint import CheckpointConfig, CheckpointStore
+from tlt_jax.drafter.features import Recorded, make_reader
+from tlt_jax.models.hf import load_hf
+from tlt_jax.types import FeatureTrace
 
 DRAFTER = {
     "preset": "coupling",
@@ -127,6 +132,43 @@ def test_what_a_checkpoint_holds(command, tmp_path):
     num = {k: sum(int(np.prod(s)) for n, s in arrays.items() if n.startswith(k)) for k in ("params", "")}
     assert 3 * num["params"] <= num[""] <= 3 * num["params"] + 8
     assert manifest["items"]["d2t"] == {"offsets": [24]}
+
+
+def test_the_rollout_keeps_the_features(command, root, tmp_path):
+    """Those of a plain forward, up to bf16, of four positions of the prompt and every one of the response."""
+    assert command("--config.drafter.warmup.num_steps=1")[0] == 0
+    lines = [json.loads(line) for line in (tmp_path / "run" / "data.jsonl").read_text().splitlines()]
+    sequences = [
+        Recorded(
+            request_id=i,
+            token_ids=np.asarray([*line["prompt_ids"], *line["response_ids"]], np.int32),
+            prompt_len=len(line["prompt_ids"]),
+        )
+        for i, line in enumerate(lines)
+    ]
+    kept = drafter_data.Kept(len(lines), 4, 1 << 20)
+    kept.load(tmp_path / "run" / "features.safetensors", sequences)
+    model, params = load_hf(root / "model")
+    plain = {t.request_id: t for t in make_reader(model, context_len=4)(params, sequences)}
+    assert sorted(kept.traces) == sorted(plain) == list(range(18))
+    for i, trace in kept.traces.items():
+        assert trace.start == plain[i].start and len(trace.features) == len(plain[i].features)
+        gap = np.asarray(trace.features, np.float32) - np.asarray(plain[i].features, np.float32)
+        np.testing.assert_array_less(np.abs(gap), 2e-2)
+
+
+def test_features_beyond_the_limit_are_read_again():
+    features = np.ones((9, 8), jnp.bfloat16)
+    trace = FeatureTrace(request_id=0, token_ids=np.arange(10, dtype=np.int32), prompt_len=4, features=features)
+    kept = drafter_data.Kept(2, 1, 8 * 2 * 9)
+    for i in range(2):
+        kept.add(dataclasses.replace(trace, request_id=i))
+    assert list(kept.traces) == [0] and (kept.traces[0].start, len(kept.traces[0].features)) == (2, 7)
+    sequences = [Recorded(request_id=i, token_ids=trace.token_ids, prompt_len=4) for i in range(2)]
+    asked = []
+    read = kept.read_first(lambda missing: iter([asked.extend(s.request_id for s in missing)]))
+    found = list(read(sequences))
+    assert found[0] is kept.traces[0] and asked == [1]
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from benchmarks import parity_models as tiny
+from tests.tiny_model import ONE_DEVICE
 from tlt_jax.models import hf
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -47,7 +48,7 @@ def test_two_processes_export_one_directory(tmp_path):
     """E4: both take part, process 0 writes, both return when it is there; a refusal reaches both and hangs none."""
     config = tiny.FAMILIES["qwen2_untied"]
     params = tiny.write_model(tmp_path / "source", config)
-    env = os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    env = os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": f"{ONE_DEVICE} --xla_force_host_platform_device_count=2"}
     arguments = [str(free_port()), str(tmp_path / "source"), str(tmp_path / "out")]
     processes = [
         subprocess.Popen(

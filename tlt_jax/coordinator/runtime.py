@@ -180,6 +180,7 @@ class WorkerPool:
         *,
         step: int = 0,
         train: bool = False,
+        trace: bool = False,
         expected_lens: Mapping[int, float] | None = None,
     ) -> list[Completion]:
         """All completions of this process's workers, in the order of `requests`; alone, those of all requests.
@@ -190,6 +191,7 @@ class WorkerPool:
           on_progress: called after every engine step with the totals over workers, and now and then by idle ones.
           step: RL step, for traces.
           train: whether features are traced, and idle workers train on them.
+          trace: whether features are traced, trained on or not.
           expected_lens: tokens of a response by `prompt_id`, the same in all processes; longest are decoded first.
 
         Raises:
@@ -213,7 +215,7 @@ class WorkerPool:
         )
         start_s, before = time.perf_counter(), self._seconds()
         for engine in self.engines:
-            engine.begin(start_s, step=step, trace=train)
+            engine.begin(start_s, step=step, trace=train or trace)
         drivers = [Driver(e, job, self.trainers.get(e.worker) if train else None) for e in self.engines]
         if self.coordinator is not None:
             self.coordinator.open(self._rollout, len(requests), train)
