@@ -9,6 +9,10 @@ Expect:    three RL steps, a line each. Rewards move little in three steps; this
 from ml_collections import ConfigDict
 
 ASK = "State the final answer to the following arithmetic problem:"
+EXAMPLES = (
+    (f"{ASK} 14 + 3 =", "14 + 3 = 17. The answer is 17."),
+    (f"{ASK} 29 - 15 =", "29 - 15 = 14. The answer is 14."),
+)
 
 
 def get_config() -> ConfigDict:
@@ -18,10 +22,7 @@ def get_config() -> ConfigDict:
         "source": "reasoning_gym",
         "dataset": "chain_sum",
         "params": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2},
-        "few_shot": (
-            (f"{ASK} 14 + 3 =", "14 + 3 = 17. The answer is 17."),
-            (f"{ASK} 29 - 15 =", "29 - 15 = 14. The answer is 14."),
-        ),
+        "few_shot": EXAMPLES,
         "size": 512,
         "eval_size": 16,
         "answer_format": "last_number",

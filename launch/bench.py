@@ -87,6 +87,8 @@ def _e2e(args: argparse.Namespace) -> dict[str, Any]:
         steps=args.steps,
         warmup=args.warmup,
         variants=args.variants,
+        cold=args.cold,
+        warm=args.warm,
         rehearse=args.rehearse,
     )
 
@@ -136,7 +138,9 @@ def main(argv: list[str] | None = None) -> int:
             sub.add_argument("--processes", type=int, default=2)
             sub.add_argument("--steps", type=int, default=6)
             sub.add_argument("--warmup", type=int, default=1, help="first steps that no time is taken of")
-            sub.add_argument("--variants", default="plain,ngram,tlt")
+            sub.add_argument("--variants", default="plain,ngram,tlt", help="also frozen and tlt_warm")
+            sub.add_argument("--cold", default="", help="drafter that tlt and frozen start from; default random")
+            sub.add_argument("--warm", default="", help="drafter that tlt_warm starts from")
             sub.add_argument("--rehearse", action=argparse.BooleanOptionalAction, default=True)
         if name == "rollout":
             sub.add_argument("--scenario", default="longtail", help="fixed, longtail, or decodeB for B rows")

@@ -27,6 +27,8 @@ COLUMNS = [
     "start_s",
     "end_s",
     "text",
+    "prompt_ids",
+    "token_ids",
 ]
 
 
@@ -143,6 +145,7 @@ def test_rollouts_have_exactly_the_documented_columns(tmp_path):
         "step": 4, "prompt_id": 3, "request_id": 7, "sample": 1, "worker": 0, "policy_version": 2, "prompt_len": 3,
         "response_len": 4, "finish_reason": "stop", "reward": 1.0, "advantage": 0.5, "rounds": 2, "drafted": 6,
         "accepted": 2, "accept_len": 2.0, "start_s": 0.5, "end_s": 1.5, "text": "ab",
+        "prompt_ids": [5, 6, 7], "token_ids": [0, 1, 2, 3],
     }  # fmt: skip
     assert (second["request_id"], second["response_len"], second["accept_len"], second["text"]) == (8, 2, 1.0, "c")
 

@@ -51,6 +51,8 @@ ROLLOUT_SCHEMA = pa.schema(
         ("start_s", pa.float32()),
         ("end_s", pa.float32()),
         ("text", pa.string()),
+        ("prompt_ids", pa.list_(pa.int32())),
+        ("token_ids", pa.list_(pa.int32())),  # of the response
     ]
 )
 

@@ -60,9 +60,12 @@ def same_as_plain(completions, num=6):
 def test_every_strategy_in_turn_gives_the_plain_tokens(names):
     """A1, A2, A5, A6, A10, A11, A12, A26, A28, A29, A31: rows move and are refilled."""
     engine = make(*names, max_rounds=2)
-    same_as_plain(engine.generate(requests()))
+    completions = engine.generate(requests())
+    same_as_plain(completions)
     assert set(engine.stats.arm_rounds) == set(names)
     assert sum(engine.stats.arm_rounds.values()) == engine.stats.rounds
+    assert sum(engine.stats.arm_row_rounds.values()) == sum(c.rounds for c in completions)
+    assert sum(engine.stats.arm_tokens.values()) == engine.stats.tokens
 
 
 def oracle_engine(*names, max_rounds=None, **config):

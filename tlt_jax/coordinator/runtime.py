@@ -13,6 +13,7 @@ Tokens do not depend on which worker a request lands on.
 from __future__ import annotations
 
 import collections
+import itertools
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -46,6 +47,12 @@ from tlt_jax.sharding import Versioned
 from tlt_jax.types import Completion, Request
 
 LEAVE_S = 60.0  # how long the leader listens for workers that are slow to leave
+# Counts of an engine by strategy, and what metrics call them.
+ARM_COUNTS = {
+    "arm_rounds": "spec/arm",
+    "arm_row_rounds": "spec/arm_row_rounds",
+    "arm_tokens": "spec/arm_tokens",
+}
 LISTEN_S = 0.05  # a call of the store costs some 0.3 ms, in a thread of its own
 
 OnChange = Callable[[Change], None]
@@ -150,11 +157,11 @@ class WorkerPool:
         for engine, copy in zip(self.engines, weights, strict=True):
             engine.load(copy)
 
-    def arm_rounds(self) -> dict[str, int]:
-        """Rounds played of each strategy so far, over all engines."""
+    def arm_counts(self) -> dict[str, int]:
+        """What each strategy was played and gave so far, over all engines: names as in `ARM_COUNTS`, then its own."""
         total: collections.Counter[str] = collections.Counter()
-        for engine in self.engines:
-            total.update(engine.stats.arm_rounds)
+        for engine, field in itertools.product(self.engines, ARM_COUNTS):
+            total.update({f"{ARM_COUNTS[field]}/{name}": n for name, n in getattr(engine.stats, field).items()})
         return dict(total)
 
     def save_bandits(self) -> list[dict[str, Any] | None]:

@@ -181,7 +181,7 @@ class TrainLoop:
 
     def _step(self, step: int) -> dict[str, float]:
         clock, start_s = _PhaseClock(), time.perf_counter()
-        before, arms, seconds = self._compiles.read(), self.workers.arm_rounds(), dict(self.workers.seconds)
+        before, arms, seconds = self._compiles.read(), self.workers.arm_counts(), dict(self.workers.seconds)
         self._phase(step, "rollout")
         scored = self._rollout(step)
         out = rollout_metrics(scored) | worker_metrics(seconds, self.workers.seconds)
@@ -209,7 +209,7 @@ class TrainLoop:
         self._phase(step, "checkpoint")
         with clock.phase("checkpoint"):
             self._checkpoint(step, out)
-        counts = {f"spec/arm/{name}": n - arms.get(name, 0) for name, n in self.workers.arm_rounds().items()}
+        counts = {name: n - arms.get(name, 0) for name, n in self.workers.arm_counts().items()}
         counts |= {name: value - before[name] for name, value in self._compiles.read().items()}
         out |= sum_over_processes(counts | memory_metrics(), self.group)
         out |= self._times(out, clock, time.perf_counter() - start_s)

@@ -7,6 +7,7 @@ prompts were prefilled together names a program), and because strategies of equa
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import itertools
@@ -46,7 +47,10 @@ class EngineStats:
     drafted: int = 0
     accepted: int = 0
     ingested: int = 0  # rows taken into the drafter's cache by calls of their own, padding included
-    arm_rounds: dict[str, int] = dataclasses.field(default_factory=dict)  # by strategy
+    # By strategy: rounds, rounds times the rows that were live in them, and what these rows were given.
+    arm_rounds: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    arm_row_rounds: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    arm_tokens: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
 
 
 class DeviceRows:

@@ -306,7 +306,9 @@ class RolloutEngine:
         num_rounds, name = len(done.counts), done.strategy.name
         self.stats.rounds += num_rounds
         self.stats.row_rounds += num_rounds * len(self._scheduler.rows)
-        self.stats.arm_rounds[name] = self.stats.arm_rounds.get(name, 0) + num_rounds
+        self.stats.arm_rounds[name] += num_rounds
+        self.stats.arm_row_rounds[name] += int(np.count_nonzero(done.counts))
+        self.stats.arm_tokens[name] += int(done.counts.sum())
         self._trace()
         return self._scheduler.retire()
 

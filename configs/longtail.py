@@ -1,0 +1,40 @@
+"""Long-tailed rollouts on a small machine: two prompts a step, responses as long as a reasoning model's, in proportion.
+
+Lengths follow the output lengths of a reasoning model in production, scaled so that the longest possible response has
+`rollout.max_tokens` tokens; the model's own end of a response is ignored. As in training at scale, most of a step is
+the rollout, and most of the rollout is waiting for one response. What the model writes past its answer has no worth:
+this is for measuring.
+
+Command:   python -m launch.train_drafter --config=configs/longtail.py --workdir=runs/longtail_drafter \
+               --config.rollout.max_tokens=512 --config.rollout.ignore_eos=true
+           python -m launch.bench e2e --config=configs/longtail.py --regime=law --warm=runs/longtail_drafter
+Hardware:  2 CPU cores, a process on each; 16 GiB of memory.
+Expect:    more than four fifths of a plain step is the rollout; figures are in benchmarks/results/.
+"""
+
+from ml_collections import ConfigDict
+
+from configs import quickstart, quickstart_drafter
+
+
+def get_config() -> ConfigDict:
+    config = quickstart_drafter.get_config()
+    config.update(
+        {
+            "task": {"few_shot": quickstart.EXAMPLES[:1], "max_prompt_tokens": 128, "eval_size": 0},
+            "reward": {"num_workers": 1},
+            "rollout": {"max_live": 4, "max_len": 8192, "max_tokens": 8000, "temperature": 0.9, "min_kv": 512},
+            "rl": {
+                "num_steps": 6,
+                "prompts_per_step": 2,
+                "group_size": 2,
+                "length_law": "reasoning",
+                "compute_dtype": "bfloat16",
+                "pack": {"micro_batch_tokens": 2048},
+            },
+            # Whole weights on each process: gradients alone cross between them.
+            "mesh": {"data": -1, "fsdp": 1},
+            "drafter": {"warmup": {"num_prompts": 32, "samples": 4}, "optim": {"learning_rate": 1e-3}},
+        }
+    )
+    return config
