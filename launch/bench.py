@@ -91,6 +91,12 @@ def _e2e(args: argparse.Namespace) -> dict[str, Any]:
     )
 
 
+def _drafter(args: argparse.Namespace) -> dict[str, Any]:
+    from benchmarks import drafter
+
+    return drafter.drafter(_read_run(args), args.sequences, args.prompt_len, args.repeats)
+
+
 BENCHMARKS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
     "rollout": _rollout,
     "train": _train,
@@ -100,6 +106,7 @@ BENCHMARKS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
     "accept": _accept,
     "lossless": _lossless,
     "e2e": _e2e,
+    "drafter": _drafter,
 }
 PEER_BENCHMARKS = ("rollout", "train")
 
@@ -138,6 +145,9 @@ def main(argv: list[str] | None = None) -> int:
             sub.add_argument("--warmup", type=int, default=1, help="first steps that no time is taken of")
             sub.add_argument("--variants", default="plain,ngram,tlt")
             sub.add_argument("--rehearse", action=argparse.BooleanOptionalAction, default=True)
+        if name == "drafter":
+            sub.add_argument("--sequences", type=int, default=64, help="trained on in each pass")
+            sub.add_argument("--prompt-len", type=int, default=32)
         if name == "rollout":
             sub.add_argument("--scenario", default="longtail", help="fixed, longtail, or decodeB for B rows")
         if name == "train":
