@@ -97,6 +97,12 @@ def _drafter(args: argparse.Namespace) -> dict[str, Any]:
     return drafter.drafter(_read_run(args), args.sequences, args.prompt_len, args.repeats)
 
 
+def _checkpoint(args: argparse.Namespace) -> dict[str, Any]:
+    from benchmarks import draft_checkpoint
+
+    return draft_checkpoint.checkpoint(_read_run(args), args.repeats, args.directory)
+
+
 BENCHMARKS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
     "rollout": _rollout,
     "train": _train,
@@ -107,6 +113,7 @@ BENCHMARKS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
     "lossless": _lossless,
     "e2e": _e2e,
     "drafter": _drafter,
+    "checkpoint": _checkpoint,
 }
 PEER_BENCHMARKS = ("rollout", "train")
 
@@ -148,6 +155,8 @@ def main(argv: list[str] | None = None) -> int:
         if name == "drafter":
             sub.add_argument("--sequences", type=int, default=64, help="trained on in each pass")
             sub.add_argument("--prompt-len", type=int, default=32)
+        if name == "checkpoint":
+            sub.add_argument("--directory", default="", help="to write in; default the system's temporary one")
         if name == "rollout":
             sub.add_argument("--scenario", default="longtail", help="fixed, longtail, or decodeB for B rows")
         if name == "train":
