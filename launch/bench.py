@@ -103,6 +103,13 @@ def _checkpoint(args: argparse.Namespace) -> dict[str, Any]:
     return draft_checkpoint.checkpoint(_read_run(args), args.repeats, args.directory)
 
 
+def _losses(args: argparse.Namespace) -> dict[str, Any]:
+    from benchmarks import draft_losses
+
+    names = [name.strip() for name in args.losses.split(",")]
+    return draft_losses.losses(_read_run(args), names, args.steps, args.prompts, args.looks)
+
+
 BENCHMARKS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
     "rollout": _rollout,
     "train": _train,
@@ -114,6 +121,7 @@ BENCHMARKS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
     "e2e": _e2e,
     "drafter": _drafter,
     "checkpoint": _checkpoint,
+    "losses": _losses,
 }
 PEER_BENCHMARKS = ("rollout", "train")
 
@@ -157,6 +165,11 @@ def main(argv: list[str] | None = None) -> int:
             sub.add_argument("--prompt-len", type=int, default=32)
         if name == "checkpoint":
             sub.add_argument("--directory", default="", help="to write in; default the system's temporary one")
+        if name == "losses":
+            sub.add_argument("--losses", default="soft_ce,tv,lk,log_overlap,coupling")
+            sub.add_argument("--steps", type=int, default=100, help="optimizer steps with each")
+            sub.add_argument("--prompts", type=int, default=64, help="of the task, answered once for all")
+            sub.add_argument("--looks", type=int, default=4, help="measurements on the way")
         if name == "rollout":
             sub.add_argument("--scenario", default="longtail", help="fixed, longtail, or decodeB for B rows")
         if name == "train":
