@@ -93,6 +93,25 @@ def _e2e(args: argparse.Namespace) -> dict[str, Any]:
     )
 
 
+def _drafter(args: argparse.Namespace) -> dict[str, Any]:
+    from benchmarks import drafter
+
+    return drafter.drafter(_read_run(args), args.sequences, args.prompt_len, args.repeats)
+
+
+def _checkpoint(args: argparse.Namespace) -> dict[str, Any]:
+    from benchmarks import draft_checkpoint
+
+    return draft_checkpoint.checkpoint(_read_run(args), args.repeats, args.directory)
+
+
+def _losses(args: argparse.Namespace) -> dict[str, Any]:
+    from benchmarks import draft_losses
+
+    names = [name.strip() for name in args.losses.split(",")]
+    return draft_losses.losses(_read_run(args), names, args.steps, args.prompts, args.looks)
+
+
 BENCHMARKS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
     "rollout": _rollout,
     "train": _train,
@@ -102,6 +121,9 @@ BENCHMARKS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
     "accept": _accept,
     "lossless": _lossless,
     "e2e": _e2e,
+    "drafter": _drafter,
+    "checkpoint": _checkpoint,
+    "losses": _losses,
 }
 PEER_BENCHMARKS = ("rollout", "train")
 
@@ -142,6 +164,16 @@ def main(argv: list[str] | None = None) -> int:
             sub.add_argument("--cold", default="", help="drafter that tlt and frozen start from; default random")
             sub.add_argument("--warm", default="", help="drafter that tlt_warm starts from")
             sub.add_argument("--rehearse", action=argparse.BooleanOptionalAction, default=True)
+        if name == "drafter":
+            sub.add_argument("--sequences", type=int, default=64, help="trained on in each pass")
+            sub.add_argument("--prompt-len", type=int, default=32)
+        if name == "checkpoint":
+            sub.add_argument("--directory", default="", help="to write in; default the system's temporary one")
+        if name == "losses":
+            sub.add_argument("--losses", default="soft_ce,tv,lk,log_overlap,coupling")
+            sub.add_argument("--steps", type=int, default=100, help="optimizer steps with each")
+            sub.add_argument("--prompts", type=int, default=64, help="of the task, answered once for all")
+            sub.add_argument("--looks", type=int, default=4, help="measurements on the way")
         if name == "rollout":
             sub.add_argument("--scenario", default="longtail", help="fixed, longtail, or decodeB for B rows")
         if name == "train":

@@ -15,6 +15,8 @@ from safetensors.numpy import load_file, save_file
 
 from launch import setup
 from launch.config import ConfigError
+from launch.drafting import tracing_drafter
+from launch.run_config import RunConfig
 from tlt_jax import files
 from tlt_jax.coordinator.driver import OnProgress
 from tlt_jax.coordinator.runtime import WorkerPool
@@ -194,6 +196,31 @@ class Kept:
             yield from read([s for s in sequences if s.request_id not in self.traces])
 
         return read_missing
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Writer:
+    """What answers the lines that lack a response: workers without weights yet, and what they will keep."""
+
+    requests: list[Request]
+    workers: WorkerPool
+    kept: Kept
+
+
+def make_writer(run: RunConfig, inputs: setup.Inputs, lines: Sequence[Line]) -> Writer:
+    """Workers that keep the features a drafter of the run's config reads, whether they draft with one or not.
+
+    Raises:
+      ValueError: a request that the engines refuse.
+    """
+    settings = run.drafter
+    requests = requests_for(lines, run.sampling, settings.warmup.samples)
+    kept = Kept(len(requests), settings.batch.context_len, settings.buffer.max_bytes)
+    drafting = inputs.drafting or tracing_drafter(settings, inputs.model)
+    workers = setup.make_workers(run, dataclasses.replace(inputs, drafting=drafting), trace_sink=kept.add)
+    for request in requests:
+        workers.engines[0].check(request)
+    return Writer(requests=requests, workers=workers, kept=kept)
 
 
 def answer(

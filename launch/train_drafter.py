@@ -31,7 +31,7 @@ from absl import flags, logging
 
 from launch import cli, drafter_data, setup
 from launch.config import CONFIG, prepare_workdir, to_json
-from launch.drafting import EXPORT_DIR, Drafting, check_start, start_drafter, tracing_drafter
+from launch.drafting import EXPORT_DIR, Drafting, check_start, start_drafter
 from launch.run_config import RunConfig
 from launch.run_flags import PROGRESS, WORKDIR
 from tlt_jax.checkpoint import CheckpointConfig, CheckpointError, CheckpointStore
@@ -92,12 +92,8 @@ def main() -> dict[str, Any]:
         inputs = setup.read_inputs(run)
         check_start(run.drafter, inputs.model)
         lines = _read_data(run, inputs, workdir)
-        drafting = inputs.drafting or tracing_drafter(run.drafter, inputs.model)
-        requests = drafter_data.requests_for(lines, run.sampling, run.drafter.warmup.samples)
-        kept = drafter_data.Kept(len(requests), run.drafter.batch.context_len, run.drafter.buffer.max_bytes)
-        workers = setup.make_workers(run, dataclasses.replace(inputs, drafting=drafting), trace_sink=kept.add)
-        for request in requests:
-            workers.engines[0].check(request)
+        writer = drafter_data.make_writer(run, inputs, lines)
+        requests, workers, kept = writer.requests, writer.workers, writer.kept
         prepare_workdir(workdir, to_json(run), may_change=_MAY_CHANGE)
         store = CheckpointStore(workdir / "checkpoints", CheckpointConfig(num_keep=2))
         setup.load_rollout_weights(run, inputs, workers)

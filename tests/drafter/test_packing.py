@@ -6,7 +6,7 @@ from hypothesis import given, settings, strategies as st
 
 from tests.drafter.shapes import loss_and_grads, make
 from tlt_jax.drafter.config import LossConfig
-from tlt_jax.drafter.loss import count_rows
+from tlt_jax.drafter.loss import count_rows, draft_loss
 from tlt_jax.drafter.packing import Window, WindowConfig, cut_windows, fill_frac, first_fit, make_batches
 from tlt_jax.types import FeatureTrace
 
@@ -35,6 +35,25 @@ def test_supervised_rows_and_labels_of_six_tokens():
     assert batch.positions[0, 0].tolist() == [0, 1, 2, 3, 4, 0, 0, 0]
     assert batch.segment_ids[0, 0].tolist() == [1] * 5 + [0] * 3
     assert cut_windows(make_trace(6, 3, stop=6), WindowConfig(row_len=8, context_len=4))[0].last == 4
+
+
+def test_rows_without_a_label_have_no_gradient():
+    """F2: 6 tokens, prompt 3: what goes into rows 4 and 5, and into padding, has none; rows 2 and 3 have."""
+    config, draft_params, target_params = make()
+    (window,) = cut_windows(make_trace(6, 3), WindowConfig(row_len=8, context_len=4))
+    batch = jax.tree.map(lambda x: x[0], next(make_batches([window], 1, 1, 8)))
+    loss = LossConfig(num_steps=2, chunk_rows=3)
+    counts = count_rows(batch.mask, batch.segment_ids, 2)
+
+    @jax.jit
+    def gradient_of_inputs(noise_BTD):
+        def value(noise_BTD):
+            return draft_loss(draft_params, target_params, config, loss, batch, counts, None, noise_BTD)[0]
+
+        return jax.grad(value)(noise_BTD)
+
+    grads_TD = gradient_of_inputs(jnp.zeros((1, 8, 32)))[0]
+    assert np.any(grads_TD[2]) and np.any(grads_TD[3]) and not np.any(grads_TD[4:])
 
 
 @settings(max_examples=40, deadline=None)

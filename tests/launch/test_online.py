@@ -73,7 +73,8 @@ def hold_up(loop, num_steps=3):
 
 
 def test_idle_time_trains_the_drafter_and_changes_no_token(plain, tmp_path):
-    """F10, C14: TLT on and off give the same tokens, rewards and lengths; a resumed run has the first one's drafter.
+    """F8, F10, C14: with TLT on and off tokens, rewards and lengths are equal; a resumed run has the same drafter;
+    every merge is a version, which the engines have next.
 
     The parts of a step are its time, the timeline has every change, and the target's weights come from the learner.
     """

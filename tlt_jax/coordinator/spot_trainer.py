@@ -158,7 +158,7 @@ class SpotTrainer:
         self._rng = np.random.default_rng([seed, engine.worker])
         self._merged_tokens = 0
         self._kept_tokens = 0  # trained on since the last merge when `kept` was made
-        self._snapshot = None if directory is None else _Snapshot(directory / f"worker_{engine.worker}.safetensors")
+        self._snapshot = None if directory is None else Snapshot(directory / f"worker_{engine.worker}.safetensors")
         self._written_s = clock()
 
     @property
@@ -240,7 +240,7 @@ class SpotTrainer:
         every_s = self.config.checkpoint_every_s
         if self._snapshot is not None and every_s and now_s - self._written_s >= every_s:
             self._written_s = now_s
-            self._snapshot.write(_copy(self.state.params))
+            self._snapshot.write(self.state.params)
 
     def _measure(self, target: Params, batch: Any) -> float:
         """Accept length on held-out traces: tokens committed per target forward, as `trainer.evaluate` expects it."""
@@ -267,7 +267,7 @@ class SpotTrainer:
             self._snapshot.wait()
 
 
-class _Snapshot:
+class Snapshot:
     """Writes trainable weights to one file, in the background; a file is whole or the one before."""
 
     def __init__(self, path: pathlib.Path):
@@ -275,9 +275,9 @@ class _Snapshot:
         self._thread: threading.Thread | None = None
 
     def write(self, params: Params) -> None:
-        """Begins to write a copy that nobody changes; nothing happens while another is being written."""
+        """Begins to write a copy, so that the caller may donate `params`; does nothing while another is written."""
         if self._thread is None or not self._thread.is_alive():
-            self._thread = threading.Thread(target=self._write, args=(params,), name="drafter-snapshot")
+            self._thread = threading.Thread(target=self._write, args=(_copy(params),), name="drafter-snapshot")
             self._thread.start()
 
     def _write(self, params: Params) -> None:
@@ -290,6 +290,7 @@ class _Snapshot:
             logging.warning("snapshot of the drafter not written: %s", error)
 
     def wait(self) -> None:
+        """Until nothing is being written."""
         if self._thread is not None:
             self._thread.join()
 
