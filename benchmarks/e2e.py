@@ -30,6 +30,8 @@ from typing import Any, NamedTuple
 import pyarrow.parquet
 
 from benchmarks import machine
+from launch.config import load_config
+from launch.run_config import SCHEMA, make_run_config
 from tlt_jax.metrics import read_jsonl
 
 REGIMES = ("natural", "law")
@@ -83,7 +85,7 @@ def e2e(
       rehearse: run every variant for some steps before those that count.
 
     Raises:
-      ValueError: bad arguments, or a run that failed.
+      ValueError: bad arguments, a bad configuration, or a run that failed.
     """
     names = [name.strip() for name in variants.split(",")]
     if regime not in REGIMES or "plain" not in names or not set(names) <= set(VARIANTS) or not 0 <= warmup < steps:
@@ -93,6 +95,12 @@ def e2e(
         )
     if "tlt_warm" in names and not warm:
         raise ValueError("e2e: got variant tlt_warm without a drafter; expected --warm=DIR, from launch.train_drafter")
+    run = make_run_config(load_config(config, overrides, SCHEMA))
+    if run.drafter.draft_vocab_size and not cold and {"tlt", "frozen"} & set(names):
+        raise ValueError(
+            f"e2e: got drafter.draft_vocab_size {run.drafter.draft_vocab_size} and no drafter to start from; expected "
+            "--cold=DIR, from launch.train_drafter with drafter.warmup.num_steps=1, which chooses the ids"
+        )
     law = ("rl.length_law=reasoning",) if regime == "law" else ()
     common = (*overrides, *law, "checkpoint.every_steps=0")
     with tempfile.TemporaryDirectory(prefix="tlt_e2e_") as folder:

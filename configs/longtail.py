@@ -7,7 +7,8 @@ this is for measuring.
 
 Command:   python -m launch.train_drafter --config=configs/longtail.py --workdir=runs/longtail_drafter \
                --config.rollout.max_tokens=512 --config.rollout.ignore_eos=true
-           python -m launch.bench e2e --config=configs/longtail.py --regime=law --warm=runs/longtail_drafter
+           python -m launch.bench e2e --config=configs/longtail.py --regime=law \
+               --variants=plain,ngram,tlt_warm --warm=runs/longtail_drafter
 Hardware:  2 CPU cores, a process on each; 16 GiB of memory.
 Expect:    more than four fifths of a plain step is the rollout; figures are in benchmarks/results/.
 """

@@ -178,6 +178,7 @@ def make_loop(
         workers.restore_bandits(restored.items.get("bandit", [])[first:])
         if online is not None and "drafter" in restored.items:
             online.set_state(restored.items["drafter"], restored.items["online"])
+            online.load_data(restored.step)
         _check_restored(restored, state)
         logging.info("%s", restored.describe())
         first_step = kept = restored.step + 1

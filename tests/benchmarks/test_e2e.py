@@ -105,3 +105,8 @@ def test_every_second_of_a_worker_belongs_to_a_state():
 def test_bad_arguments_are_refused(regime, variants, warmup, words):
     with pytest.raises(ValueError, match=words):
         e2e("configs/quickstart.py", (), regime=regime, processes=2, steps=2, warmup=warmup, variants=variants)
+
+
+def test_ids_that_follow_from_data_need_a_drafter_that_has_them():
+    with pytest.raises(ValueError, match=r"got drafter.draft_vocab_size 512 and no drafter .*; expected --cold=DIR"):
+        e2e("configs/longtail.py", (), regime="law", processes=2, steps=2, warmup=1, variants="plain,tlt")

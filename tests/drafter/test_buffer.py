@@ -1,10 +1,10 @@
-import json
 import threading
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tlt_jax.drafter import buffer_file
 from tlt_jax.drafter.buffer import BufferConfig, DataBuffer
 from tlt_jax.drafter.packing import WindowConfig
 from tlt_jax.types import FeatureTrace
@@ -87,17 +87,18 @@ def test_either_side_fills_in_for_the_other():
     assert draw(DataBuffer(BufferConfig()), 30) == []
 
 
-def test_a_restored_buffer_draws_what_the_saved_one_would():
-    """C14."""
+def test_a_restored_buffer_draws_what_the_saved_one_would(tmp_path):
+    """C14: through the file that lies beside a checkpoint."""
     buffer = DataBuffer(BufferConfig())
     for i, n in enumerate((10, 25)):
         buffer.add(make_trace(i, n, 0, hidden=True))
     buffer.start_step(1)
     buffer.add(make_trace(7, 12, 1, version=1, hidden=True))
-    meta, arrays = buffer.get_state()
-    meta = json.loads(json.dumps(meta))
+    saved = {"train": buffer.get_state(), "held_out": DataBuffer(BufferConfig()).get_state()}
+    buffer_file.write(tmp_path / "data", saved)
+    found = buffer_file.read(tmp_path / "data")
     restored = DataBuffer(BufferConfig())
-    restored.set_state(meta, arrays)
+    restored.set_state(*found["train"])
     assert len(restored) == 2 and restored.num_bytes == buffer.num_bytes and restored.step == 1
     for ours, theirs in zip(restored.traces, buffer.traces, strict=True):
         assert (ours.request_id, ours.step, ours.policy_version) == (
@@ -111,7 +112,8 @@ def test_a_restored_buffer_draws_what_the_saved_one_would():
     draws = [[(w.trace.request_id, w.first) for w in draw(b, 30)] for b in (buffer, restored)]
     assert draws[0] == draws[1]
     empty = DataBuffer(BufferConfig())
-    empty.set_state(*DataBuffer(BufferConfig()).get_state())
+    buffer_file.write(tmp_path / "data", {"held_out": saved["held_out"]})
+    empty.set_state(*buffer_file.read(tmp_path / "data")["held_out"])
     assert len(empty) == 0
 
 

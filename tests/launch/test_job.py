@@ -15,6 +15,7 @@ from launch.config import ConfigError
 from launch.job import Place, find_place
 from tests import tiny_model
 from tests.tiny_model import LocalRewards, make_loop, read_metrics, read_rollouts, sections, write_config
+from tlt_jax.metrics import read_jsonl
 from tlt_jax.processes import DistributedConfig
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -165,3 +166,48 @@ def test_two_processes_train_as_one_and_go_on_after_a_kill(root, tmp_path):
         assert len(names) > 4
         for name in names:
             np.testing.assert_allclose(ours[name], theirs[name], rtol=1e-4, atol=1e-5, err_msg=name)
+
+
+TLT = """
+import os, runpy, time
+from tlt_jax.rollout.engine import RolloutEngine
+step = RolloutEngine.step
+
+def slow_step(self):
+    time.sleep(0.5)
+    return step(self)
+
+if os.environ["JAX_PROCESS_ID"] == "0":  # so that the other one runs dry first, and trains
+    RolloutEngine.step = slow_step
+runpy.run_module("launch.train", run_name="__main__", alter_sys=True)
+"""
+
+
+@pytest.mark.slow
+def test_a_process_that_has_run_dry_trains_the_drafter_and_changes_no_token(root, tmp_path):
+    """TLT on two processes: tokens and rewards of one process without a drafter; every merge reaches both."""
+    config = sections(root, rl={"num_steps": 2}, mesh={"fsdp": -1})
+    rewards = LocalRewards(lambda text, _: sum(c.isdigit() for c in text) / max(len(text), 1))
+    loop = make_loop(config, tmp_path / "plain", rewards)
+    loop.run()
+    loop.close()
+    tlt = {
+        "drafter": {
+            "enabled": True,
+            "loss": {"num_steps": 1},
+            "batch": {"row_len": 64, "context_len": 8, "num_rows": 2},
+        },
+        "bandit": {"arms": "1: chain_2"},
+        "coordinator": {"held_out_frac": 0.0, "eval_every": 2},
+    }
+    path, workdir = write_config(tmp_path / "tlt.py", config | tlt), tmp_path / "tlt"
+    cluster = start(root, "-c", TLT, f"--config={path}", f"--workdir={workdir}")
+    _, err = cluster.communicate(timeout=240)
+    assert cluster.returncode == 0, err
+    assert learnt(workdir) == learnt(tmp_path / "plain")
+    assert {r["worker"] for table in read_rollouts(workdir).values() for r in table} == {0, 1}
+    for i, row in enumerate(read_metrics(workdir), 1):
+        assert (row["step"], row["drafter/version"], row["drafter/failures"]) == (i, i, 0)
+        assert row["drafter/train_steps"] > 0 and row["drafter/tokens"] > 0 and row["worker/training_s"] > 0.0
+    trained = [r for r in read_jsonl(workdir / "timeline.jsonl") if r["state"] == "TRAINING"]
+    assert {r["worker"] for r in trained} == {1} and {r["step"] for r in trained} == {1, 2}

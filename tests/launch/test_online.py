@@ -89,6 +89,7 @@ def test_idle_time_trains_the_drafter_and_changes_no_token(plain, tmp_path):
         assert (row["step"], row["drafter/version"], row["drafter/failures"]) == (i, i, 0)
         assert row["drafter/train_steps"] >= 3 and row["drafter/tokens"] > 0 and row["drafter/windows"] >= 1
         assert 0.0 < row["worker/idle_used_frac"] <= 1.0 and 0.0 < row["worker/idle_frac"] < 1.0
+        assert 0.0 < row["worker/poll_frac"] < 1.0
         parts = {k: v for k, v in row.items() if k.startswith("time/") and k != "time/step_s"}
         assert min(parts.values()) >= 0.0 and sum(parts.values()) == pytest.approx(row["time/step_s"])
     check_timeline(tmp_path, loop)
@@ -107,7 +108,26 @@ def test_idle_time_trains_the_drafter_and_changes_no_token(plain, tmp_path):
         jax.tree.leaves(again.online.spots[0].state), jax.tree.leaves(loop.online.spots[1].state), strict=True
     ):
         np.testing.assert_array_equal(a, b)
+    kept, found = (x.online.data.train for x in (loop, again))
+    assert [t.request_id for t in found.traces] == [t.request_id for t in kept.traces] and found.step == 3
+    assert {t.step for t in found.traces} == {2}  # the long responses of the last step
+    np.testing.assert_array_equal(found.traces[0].features, kept.traces[0].features)
     again.close()
+
+
+def test_without_the_file_of_its_data_a_run_goes_on_with_none(plain, tmp_path):
+    config, expected = plain
+    config = with_tlt(config)
+    loop = make_loop(config | {"rl": config["rl"] | {"num_steps": 1}}, tmp_path, LocalRewards(digits))
+    loop.run()
+    loop.close()
+    for path in (tmp_path / "drafter").glob("data_*"):
+        path.unlink()
+    again = make_loop(config, tmp_path, LocalRewards(digits))
+    assert (again.first_step, len(again.online.data.train)) == (2, 0)
+    again.run()
+    again.close()
+    assert rows(tmp_path) == expected
 
 
 def check_timeline(workdir, loop):

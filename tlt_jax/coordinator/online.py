@@ -15,14 +15,17 @@ from __future__ import annotations
 import dataclasses
 import json
 import pathlib
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
 import numpy as np
+from absl import logging
 
 from tlt_jax.coordinator.spot_trainer import Data, SpotTrainer, Window
 from tlt_jax.coordinator.weights import merge
+from tlt_jax.drafter import buffer_file
 from tlt_jax.drafter.train import DraftState
 from tlt_jax.rollout.engine import RolloutEngine
 from tlt_jax.sharding import Versioned
@@ -59,7 +62,8 @@ class OnlineDrafter:
         self._load = load
         self._best: Versioned | None = None  # of this process in this step
         self._loaded: dict[int, Versioned] = {}
-        self._records = None
+        self._records, self._directory = None, directory
+        self._writer: threading.Thread | None = None
         if directory is not None:
             directory.mkdir(parents=True, exist_ok=True)
             self._records = open(directory / f"windows_{jax.process_index()}.jsonl", "a")
@@ -116,6 +120,36 @@ class OnlineDrafter:
         """For a checkpoint, between steps: arrays on the host (the same in all processes), and JSON."""
         return jax.device_get(self.spots[0].state), {"version": self.version}
 
+    def save_data(self, step: int, keep: Collection[int]) -> None:
+        """Writes what the next step starts to train on, beside the checkpoint of `step` and in the background.
+
+        Every process writes a file of its own. Files of steps that are neither `step` nor in `keep` are removed.
+        """
+        if self._directory is None:
+            return
+        self.data.start_step(step + 1)
+        self._join()
+        for path in self._directory.glob(_data_name("*")):
+            if int(path.stem.rpartition("_")[2]) not in {step, *keep}:
+                path.unlink()
+        saved = {name: buffer.get_state() for name, buffer in self.data.buffers.items()}
+        path = self._directory / _data_name(f"{step:08d}")
+        self._writer = threading.Thread(target=_write_data, args=(path, saved), name="drafter-data")
+        self._writer.start()
+
+    def load_data(self, step: int) -> None:
+        """Goes on with what `save_data` wrote; with nothing, and a word about it, where the file is not there."""
+        path = None if self._directory is None else self._directory / _data_name(f"{step:08d}")
+        if path is None or not path.exists():
+            logging.warning("drafter: no data of step %d to go on with; training waits for this step's responses", step)
+            return
+        for name, state in buffer_file.read(path).items():
+            self.data.buffers[name].set_state(*state)
+
+    def _join(self) -> None:
+        if self._writer is not None:
+            self._writer.join()
+
     def state_shapes(self, sharding: jax.sharding.Sharding) -> DraftState:
         """What `set_state` takes, as targets of a restore."""
         return jax.tree.map(
@@ -143,10 +177,22 @@ class OnlineDrafter:
 
     def close(self) -> None:
         """Waits for what is being written."""
+        self._join()
         for spot in self.spots:
             spot.close()
         if self._records is not None:
             self._records.close()
+
+
+def _data_name(step: str) -> str:
+    return f"data_{jax.process_index()}_{step}.safetensors"
+
+
+def _write_data(path: pathlib.Path, saved: dict[str, buffer_file.State]) -> None:
+    try:
+        buffer_file.write(path, saved)
+    except OSError as error:  # a resumed run then waits for data; the checkpoint itself is whole
+        logging.warning("data of the drafter not written: %s", error)
 
 
 def _stats(windows: Sequence[Window], failures: Sequence[int], num_swaps: int) -> np.ndarray:

@@ -144,6 +144,7 @@ class WorkerPool:
         self.trainers: Mapping[int, Trainer] = {}  # by worker; those without one do not train
         self.before_step: Callable[[RolloutEngine], None] | None = None  # called in the engine's own thread
         self.poll_s = 0.0  # spent by all workers of this process in looking at messages, so far
+        self.driver_s = 0.0  # in rollouts, of all workers of this process
         self._is_shared = store is not None
         self._store = LocalStore() if store is None else store
         self._rollout = 0
@@ -230,6 +231,7 @@ class WorkerPool:
         for state, seconds in self._seconds().items():
             self.seconds[state] += seconds - before[state]
         self.poll_s += job.poll_s
+        self.driver_s += len(self.engines) * (time.perf_counter() - start_s)
         if job.failure is not None:
             raise job.failure
         if failure := failure_elsewhere(drivers):

@@ -85,6 +85,10 @@ class Data:
         self.train.start_step(step)
         self.held_out.start_step(step)
 
+    @property
+    def buffers(self) -> dict[str, DataBuffer]:
+        return {"train": self.train, "held_out": self.held_out}
+
     def add(self, trace: FeatureTrace) -> None:
         """Takes a finished response; any thread."""
         digest = hashlib.blake2b(trace.token_ids[: trace.prompt_len].tobytes(), digest_size=4).digest()

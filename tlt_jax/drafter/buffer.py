@@ -75,8 +75,10 @@ class DataBuffer:
         return self._num_bytes
 
     def start_step(self, step: int) -> None:
-        """Keeps the long responses of step - 1, and nothing else."""
+        """Keeps the long responses of step - 1, and nothing else; does nothing where `step` has begun already."""
         with self._lock:
+            if step == self.step:
+                return
             last = [trace for trace in self._traces if trace.step == step - 1]
             if last:
                 bound = np.quantile([trace.response_len for trace in last], self.config.long_quantile)

@@ -182,6 +182,7 @@ class TrainLoop:
     def _step(self, step: int) -> dict[str, float]:
         clock, start_s = _PhaseClock(), time.perf_counter()
         before, arms, seconds = self._compiles.read(), self.workers.arm_counts(), dict(self.workers.seconds)
+        poll_s, driver_s = self.workers.poll_s, self.workers.driver_s
         self._phase(step, "rollout")
         scored = self._rollout(step)
         out = rollout_metrics(scored) | worker_metrics(seconds, self.workers.seconds)
@@ -211,7 +212,9 @@ class TrainLoop:
             self._checkpoint(step, out)
         counts = {name: n - arms.get(name, 0) for name, n in self.workers.arm_counts().items()}
         counts |= {name: value - before[name] for name, value in self._compiles.read().items()}
+        counts |= {"poll_s": self.workers.poll_s - poll_s, "driver_s": self.workers.driver_s - driver_s}
         out |= sum_over_processes(counts | memory_metrics(), self.group)
+        out["worker/poll_frac"] = out.pop("poll_s") / max(out.pop("driver_s"), 1e-9)
         out |= self._times(out, clock, time.perf_counter() - start_s)
         self.metrics.write(step, out)
         self.reporter.done(step, out)
@@ -331,6 +334,8 @@ class TrainLoop:
         if self.store is None or not (is_due or step == self.config.num_steps):
             return
         self.store.save(step, self.checkpoint_items(), metrics=metrics, summary=self.checkpoint_summary())
+        if self.online is not None:
+            self.online.save_data(step, keep=self.store.steps())
 
     def close(self) -> None:
         """Waits for the checkpoint being written, and closes what the loop writes to.
