@@ -59,6 +59,14 @@ def test_a_worker_that_runs_dry_takes_waiting_requests_of_another(monkeypatch):
     assert pool.seconds[WorkerState.IDLE] > 0.0 == pool.seconds[WorkerState.TRAINING]
 
 
+def test_a_worker_with_rows_for_all_leaves_the_others_their_share():
+    """Both wait at every step for the other: one that had taken all would wait for ever."""
+    together = threading.Barrier(2)
+    pool = WorkerPool([CountingEngine(i, rows=12, gate=together) for i in range(2)])
+    done = pool.generate(make_requests(4))
+    assert collections.Counter(c.worker for c in done) == {0: 6, 1: 6}
+
+
 def test_groups_that_were_long_before_go_first():
     engine = CountingEngine(0)
     done = []

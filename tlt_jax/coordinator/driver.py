@@ -14,6 +14,7 @@ when `run` returns.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -133,7 +134,8 @@ class Driver:
 
     def _decode(self) -> bool:
         """Until the worker has run dry; False where it has to leave before."""
-        self._take_groups()
+        # No more than its share at first, so that workers that begin a little later find some.
+        self._take_groups(-(-self.job.queue.num_groups // self.job.num_workers))
         while self.engine.has_work:
             if self.job.before_step is not None:
                 self.job.before_step(self.engine)
@@ -146,10 +148,11 @@ class Driver:
             self._take_groups()
         return True
 
-    def _take_groups(self) -> None:
-        """Takes groups until the engine's rows are spoken for; the only worker may as well take all."""
-        while self.job.num_workers == 1 or self.engine.num_free_rows > 0:
-            if (group := self.job.queue.take_group()) is None:
+    def _take_groups(self, limit: int | None = None) -> None:
+        """Takes groups, at most `limit`, until the engine's rows are spoken for; the only worker may take all."""
+        for num_taken in itertools.count():
+            is_full = self.job.num_workers > 1 and self.engine.num_free_rows <= 0
+            if is_full or num_taken == limit or (group := self.job.queue.take_group()) is None:
                 return
             self.engine.submit(group)
 

@@ -73,6 +73,10 @@ class WorkQueue:
     def __len__(self) -> int:
         return len(self._by_id)
 
+    @property
+    def num_groups(self) -> int:
+        return len(self._groups)
+
     def take_group(self) -> list[Request] | None:
         """A group nobody else has; None once all are taken."""
         if self._num_taken >= len(self._groups):
