@@ -1,6 +1,7 @@
 """A run's workdir as one result file: `python -m benchmarks.run_summary WORKDIR --json=FILE [--note=TEXT]`.
 
-Holds the configuration, the machine, and per step the rewards, lengths and times, so that the curve can be drawn again.
+Holds the configuration, the machine, and per step the rewards, lengths and times, so that the curve can be drawn again;
+of a workdir of `launch.train_drafter` the held-out accept length and agreement against the tokens trained on.
 """
 
 from __future__ import annotations
@@ -20,9 +21,16 @@ _COLUMNS = (
 )  # fmt: skip
 
 
+_DRAFTER = "drafter/accept_len"
+_DRAFTER_COLUMNS = ("drafter/tokens", _DRAFTER, "drafter/eval_loss", "drafter/loss", "drafter/overlap")
+_BY_POSITION = ("accept", "top1", "top3")
+
+
 def summarise(workdir: pathlib.Path) -> dict:
     """Columns over steps; None where a step has no such metric (evaluations are sparse)."""
     rows = read_jsonl(workdir / "metrics.jsonl")
+    if rows and _DRAFTER in rows[0]:
+        return _summarise_drafter(workdir, rows)
     rewards = [row["rl/reward_mean"] for row in rows if "rl/reward_mean" in row]
     evals = [row["eval/mean_at_k"] for row in rows if "eval/mean_at_k" in row]
     quarter = max(1, len(rewards) // 4)
@@ -37,6 +45,19 @@ def summarise(workdir: pathlib.Path) -> dict:
         "machine": machine.describe(),
         "steps": [row["step"] for row in rows],
         "columns": {name: [row.get(name) for row in rows] for name in _COLUMNS},
+    }
+
+
+def _summarise_drafter(workdir: pathlib.Path, rows: list[dict]) -> dict:
+    by_position = [name for name in rows[0] if name.startswith(tuple(f"drafter/{kind}/" for kind in _BY_POSITION))]
+    return {
+        "accept_len_first": rows[0][_DRAFTER],
+        "accept_len_best": max(row[_DRAFTER] for row in rows),
+        "tokens": rows[-1]["drafter/tokens"],
+        "config": json.loads((workdir / "config.json").read_text()),
+        "machine": machine.describe(),
+        "steps": [row["step"] for row in rows],
+        "columns": {name: [row.get(name) for row in rows] for name in (*_DRAFTER_COLUMNS, *by_position)},
     }
 
 
