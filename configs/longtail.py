@@ -17,14 +17,23 @@ from ml_collections import ConfigDict
 
 from configs import quickstart, quickstart_drafter
 
+# Enough of them that what follows a response is more of the same: text as regular as long reasoning is.
+SUMS = ((4, 3), (2, 9), (7, 8), (6, 5), (9, 1), (3, 3))
+EXAMPLES = tuple((f"{quickstart.ASK} {a} + {b} =", f"{a} + {b} = {a + b}. The answer is {a + b}.") for a, b in SUMS)
+
 
 def get_config() -> ConfigDict:
     config = quickstart_drafter.get_config()
     config.update(
         {
-            "task": {"few_shot": quickstart.EXAMPLES[:1], "max_prompt_tokens": 128, "eval_size": 0},
+            "task": {
+                "params": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1},
+                "few_shot": EXAMPLES,
+                "max_prompt_tokens": 320,
+                "eval_size": 0,
+            },
             "reward": {"num_workers": 1},
-            "rollout": {"max_live": 4, "max_len": 8192, "max_tokens": 8000, "temperature": 0.9, "min_kv": 512},
+            "rollout": {"max_live": 4, "max_len": 8192, "max_tokens": 7800, "temperature": 0.9, "min_kv": 512},
             "rl": {
                 "num_steps": 6,
                 "prompts_per_step": 2,
