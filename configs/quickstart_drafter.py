@@ -19,7 +19,7 @@ def get_config() -> ConfigDict:
         "form": "eagle3",
         "preset": "eagle3",
         "draft_vocab_size": 512,
-        "loss": {"logit_loss": "coupling", "num_steps": 4, "step_decay": 1.0},
+        "loss": {"logit_loss": "log_overlap", "num_steps": 4, "step_decay": 1.0},
         "batch": {"row_len": 256, "num_rows": 2, "context_len": 8},
         "warmup": {
             "num_prompts": 200,

@@ -35,7 +35,7 @@ def test_a_drafters_preset_gives_the_defaults_of_its_loss_at_the_rollouts_temper
     loss = run.drafter.loss
     assert (loss.num_steps, loss.step_decay, loss.logit_loss, loss.temperature) == (3, 0.5, "soft_ce", 0.7)
     assert (run.drafter.optim.learning_rate, run.drafter.optim.b2) == (1e-3, 0.95)
-    assert _make().drafter.loss.logit_loss == "coupling" and not _make().drafter.enabled
+    assert _make().drafter.loss.logit_loss == "log_overlap" and not _make().drafter.enabled
     assert _make(rollout={"temperature": 0.0}).drafter.loss.temperature == 1.0
     assert _make(drafter={"loss": {"temperature": 0.9}}).drafter.loss.temperature == 0.9
     eagle3 = _make(drafter={"form": "eagle3", "preset": "eagle3"}).drafter

@@ -133,7 +133,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "eagle": {},
     "hass": {"num_steps": 3},
     "eagle3": {"num_steps": 7, "feature_weight": 0.0, "logit_weight": 1.0},
-    "coupling": {"num_steps": 3, "logit_loss": "coupling", "logit_weight": 1.0},
+    "coupling": {"num_steps": 3, "logit_loss": "log_overlap", "logit_weight": 1.0},
 }
 
 
