@@ -104,7 +104,7 @@ def test_blocks_of_queries_change_nothing(num_tokens, monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(layers, "_QUERY_BLOCK", 8)
             blocked = jax.jit(jax.value_and_grad(loss, (0, 1, 2)))(q, k, v)
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), whole, blocked)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=5e-5, atol=1e-5), whole, blocked)
 
 
 def test_score_memory_grows_with_the_length_and_not_its_square():
