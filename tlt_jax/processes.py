@@ -156,8 +156,9 @@ class Group:
         self._status.phase = phase
         self._status.progress += 1
         if path := os.environ.get(_PHASE_FILE):
-            with open(path, "w") as f:
+            with open(f"{path}.new", "w") as f:
                 f.write(phase)
+            os.replace(f"{path}.new", path)  # who reads it after a kill finds the phase before, not half of this one
         self.check()
 
     def advance(self) -> None:
