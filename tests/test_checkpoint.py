@@ -215,7 +215,8 @@ KILLED = textwrap.dedent("""
 
 
 def _kill_and_check(directory, moments):
-    last = 0
+    """The steps restored after each kill."""
+    last, found = 0, []
     for moment in moments:
         run = subprocess.run(
             [sys.executable, "-c", KILLED, directory, moment], capture_output=True, text=True, timeout=120
@@ -232,17 +233,21 @@ def _kill_and_check(directory, moments):
         assert set(np.unique(restored.items["policy"]["w"])) == {last}
         assert set(np.unique(restored.items["policy"]["b"])) == {last}
         assert all(path.is_dir() and path.name.isdigit() for path in directory.iterdir())
+        found.append(last)
+    return found
 
 
 def test_sigkill_in_mid_save_leaves_the_last_good_checkpoint(tmp_path):
     """C3, C4: killed with the write in flight."""
-    _kill_and_check(tmp_path, ["before_commit"])
+    (step,) = _kill_and_check(tmp_path, ["before_commit"])
+    assert step >= 1
 
 
 @pytest.mark.slow
 def test_sigkill_at_many_moments_leaves_the_last_good_checkpoint(tmp_path):
     """C3, C4: killed right after `save` returns, before the commit, in the middle of a deletion, and by the clock."""
-    _kill_and_check(tmp_path, ["after_save", "before_commit", "mid_delete", "0.003", "0.01", "0.02", "0.04"])
+    found = _kill_and_check(tmp_path, ["after_save", "before_commit", "mid_delete", "0.003", "0.01", "0.02", "0.04"])
+    assert len(found) == 7 and found == sorted(set(found))  # every run went further than the one before
 
 
 def test_a_checkpoint_of_eight_devices_is_restored_on_one_and_four(tmp_path):

@@ -54,7 +54,9 @@ def check_shared(store, index):
 
 
 def test_a_store_in_one_process():
-    check_one(LocalStore(), "a")
+    store = LocalStore()
+    check_one(store, "a")
+    assert store.list("a") == {} and store.add("a/n", 0) == 1
 
 
 def test_a_local_store_serves_threads_and_wakes_them():
