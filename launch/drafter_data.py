@@ -9,7 +9,6 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
@@ -20,6 +19,7 @@ from launch.run_config import RunConfig
 from tlt_jax import files
 from tlt_jax.coordinator.driver import OnProgress
 from tlt_jax.coordinator.runtime import WorkerPool
+from tlt_jax.drafter.buffer_file import as_bits, from_bits
 from tlt_jax.drafter.features import Read, Recorded
 from tlt_jax.rl import prompts as prompting
 from tlt_jax.rl.tasks import Task
@@ -165,9 +165,9 @@ class Kept:
         self.traces = {first + i: dataclasses.replace(t, request_id=first + i) for i, t in self.traces.items()}
         arrays = {}
         for i, trace in self.traces.items():
-            arrays[f"{i}/features"] = trace.features.view(np.uint16)
+            arrays[f"{i}/features"] = as_bits(trace.features)
             if trace.hidden is not None:
-                arrays[f"{i}/hidden"] = trace.hidden.view(np.uint16)
+                arrays[f"{i}/hidden"] = as_bits(trace.hidden)
         new = path.with_name(f"{path.name}.new")
         save_file(arrays, new)
         new.replace(path)
@@ -183,8 +183,8 @@ class Kept:
                     request_id=i,
                     token_ids=sequence.token_ids,
                     prompt_len=sequence.prompt_len,
-                    features=features.view(jnp.bfloat16),
-                    hidden=None if hidden is None else hidden.view(jnp.bfloat16),
+                    features=from_bits(features),
+                    hidden=None if hidden is None else from_bits(hidden),
                     start=max(sequence.prompt_len - 1 - self._context_len, 0),
                 )
 

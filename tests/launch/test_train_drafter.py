@@ -18,7 +18,7 @@ from tlt_jax.models.hf import load_hf
 from tlt_jax.types import FeatureTrace
 
 DRAFTER = {
-    "preset": "coupling",
+    "preset": "coupled",
     "loss": {"num_steps": 2, "chunk_rows": 32},
     "draft_vocab_size": 24,
     "batch": {"row_len": 32, "context_len": 4, "num_rows": 2},

@@ -22,7 +22,7 @@ def write(path: str | os.PathLike[str], states: dict[str, State]) -> None:
     Raises:
       OSError: of the file system.
     """
-    arrays = {f"{name}/{key}": _as_bits(x) for name, (_, own) in states.items() for key, x in own.items()}
+    arrays = {f"{name}/{key}": as_bits(x) for name, (_, own) in states.items() for key, x in own.items()}
     header = {name: json.dumps(meta) for name, (meta, _) in states.items()}
     with files.atomic_path(path) as temporary:
         save_file(arrays, temporary, metadata=header)
@@ -34,14 +34,15 @@ def read(path: str | os.PathLike[str]) -> dict[str, State]:
         states: dict[str, State] = {name: (json.loads(text), {}) for name, text in f.metadata().items()}
         for key in f.keys():  # noqa: SIM118  # no mapping
             name, _, field = key.partition("/")
-            states[name][1][field] = _from_bits(f.get_tensor(key))
+            states[name][1][field] = from_bits(f.get_tensor(key))
     return states
 
 
-def _as_bits(x: np.ndarray) -> np.ndarray:
+def as_bits(x: np.ndarray) -> np.ndarray:
     """bfloat16 as its bits: the numpy side of the file format has no such type."""
     return x.view(np.uint16) if x.dtype == jnp.bfloat16 else x
 
 
-def _from_bits(x: np.ndarray) -> np.ndarray:
+def from_bits(x: np.ndarray) -> np.ndarray:
+    """Back again; arrays of other types stay as they are."""
     return x.view(jnp.bfloat16) if x.dtype == np.uint16 else x

@@ -133,12 +133,12 @@ PRESETS: dict[str, dict[str, Any]] = {
     "eagle": {},
     "hass": {"num_steps": 3},
     "eagle3": {"num_steps": 7, "feature_weight": 0.0, "logit_weight": 1.0},
-    "coupling": {"num_steps": 3, "logit_loss": "log_overlap", "logit_weight": 1.0},
+    "coupled": {"num_steps": 3, "logit_loss": "log_overlap", "logit_weight": 1.0},
 }
 
 
 def loss_preset(name: str, **overrides: Any) -> LossConfig:
-    """A named recipe: `eagle`, `hass`, `eagle3`, or `coupling` (for drafter-invariant sampling)."""
+    """A named recipe: `eagle`, `hass`, `eagle3`, or `coupled` (for drafter-invariant sampling)."""
     if name not in PRESETS:
         raise ValueError(f"drafter.loss: got preset {name!r}, expected one of {', '.join(PRESETS)}")
     return LossConfig(**(PRESETS[name] | overrides))

@@ -38,7 +38,7 @@ class DrafterConfig:
     form: str = "eagle"
     feature_layers: tuple[int, ...] = ()
     draft_vocab_size: int = 0
-    preset: str = "coupling"
+    preset: str = "coupled"
     loss: LossConfig = None  # type: ignore[assignment]  # filled in below
     optim: DraftOptimConfig = dataclasses.field(default_factory=DraftOptimConfig)
     batch: BatchConfig = dataclasses.field(default_factory=BatchConfig)
