@@ -67,7 +67,7 @@ class MetricsWriter:
         self._events = None
         if is_writer:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            _keep_rows_before(self._path, first_step)
+            keep_rows_before(self._path, first_step)
             self._file = open(self._path, "a")
             self._events = tensorboardX.SummaryWriter(str(self._path.parent), purge_step=first_step, write_to_disk=True)
 
@@ -164,7 +164,7 @@ class TimelineWriter:
         self._offset_s = 0.0
         if is_writer:
             path.parent.mkdir(parents=True, exist_ok=True)
-            kept = _keep_rows_before(path, first_step)
+            kept = keep_rows_before(path, first_step)
             self._offset_s = max((row["t_s"] for row in kept), default=0.0)
             self._file = open(path, "a")
 
@@ -271,7 +271,7 @@ def _rollout_row(step: int, completion: types.Completion, text: str, reward: flo
     }
 
 
-def _keep_rows_before(path: pathlib.Path, first_step: int) -> list[dict[str, Any]]:
+def keep_rows_before(path: pathlib.Path, first_step: int) -> list[dict[str, Any]]:
     """Rewrites a JSONL file without rows of `first_step` and later and without a cut last line; returns the rest."""
     if not path.exists():
         return []

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 
@@ -14,6 +15,7 @@ from tests.coordinator.engines import CountingEngine, make_requests
 from tlt_jax.coordinator import driver
 from tlt_jax.coordinator.messages import WindowEnd, WorkerState
 from tlt_jax.coordinator.runtime import WorkerPool, worker_metrics
+from tlt_jax.coordinator.store import LocalStore
 
 
 @pytest.mark.parametrize("num_workers", [1, 2, 4])
@@ -136,6 +138,92 @@ def test_requests_end_a_window(monkeypatch):
     assert [c[1] for c in changes if c[0] == 1][:6] == ["BUSY", "IDLE", "TRAINING", "IDLE", "BUSY", "IDLE"]
     metrics = worker_metrics(dict.fromkeys(WorkerState, 0.0), pool.seconds)
     assert 0.0 < metrics["worker/idle_used_frac"] < 1.0 and 0.0 < metrics["worker/idle_frac"] < 1.0
+
+
+def training_pool():
+    """Worker 1 trains while the gate holds worker 0 up in its first step."""
+    gate, trainer = threading.Event(), CountingTrainer()
+    pool = WorkerPool([CountingEngine(0, rows=3, gate=gate), CountingEngine(1)])
+    pool.trainers = {1: trainer}
+    return pool, trainer, gate
+
+
+def test_a_window_says_that_its_worker_is_well(monkeypatch):
+    """E3: whoever watches for processes that stand still hears of one that trains, however long it does."""
+    monkeypatch.setattr(driver, "POLL_S", 0.001)
+    pool, trainer, gate = training_pool()
+    heard = []
+
+    def on_progress(progress):
+        if trainer.is_training.is_set() and threading.current_thread().name == "worker-1" and not trainer.ends:
+            heard.append(progress.done)
+            if len(heard) == 3:
+                gate.set()
+
+    assert len(pool.generate(make_requests(4), on_progress=on_progress, train=True)) == 12
+    assert len(heard) >= 3 and trainer.windows == [1] and trainer.ends == [WindowEnd.STOPPED]
+
+
+def test_a_failure_that_a_window_hears_of_is_not_the_trainers(monkeypatch):
+    """E3, E6: what stops the job stops the window, and comes out as it is."""
+    monkeypatch.setattr(driver, "POLL_S", 0.001)
+    pool, trainer, gate = training_pool()
+
+    def on_progress(_):
+        if trainer.is_training.is_set():
+            gate.set()
+            raise ConnectionError("process 3 has not been heard of")
+
+    with pytest.raises(ConnectionError, match="process 3 has not been heard of"):
+        pool.generate(make_requests(4), on_progress=on_progress, train=True)
+    assert trainer.ends == [WindowEnd.STOPPED] and not any(engine.has_work for engine in pool.engines)
+
+
+def test_a_worker_that_trains_leaves_when_another_is_lost():
+    """E6: between two steps, with the other's error."""
+    pool, trainer, gate = training_pool()
+
+    def lose():
+        gate.wait(30)
+        raise RuntimeError("lost device")
+
+    pool.engines[0].step = lose
+    pool.coordinator.on_change = changes_of([], lambda c: gate.set() if c[:2] == (1, "TRAINING") else None)
+    with pytest.raises(RuntimeError, match="lost device"):
+        pool.generate(make_requests(4), train=True)
+    assert trainer.ends == [WindowEnd.STOPPED]
+
+
+def test_time_spent_on_messages_by_value(monkeypatch):
+    """A clock that only steps and calls of the store move on: 24 steps of 0.1 s, 0.3 ms a call."""
+    now_s, calls = [0.0], []
+    monkeypatch.setattr(time, "perf_counter", lambda: now_s[0])
+
+    def slowed(call):
+        def slow(*args):
+            calls.append(call.__name__)
+            now_s[0] += 3e-4
+            return call(*args)
+
+        return slow
+
+    for name in ("set", "get", "list", "add", "delete"):
+        monkeypatch.setattr(LocalStore, name, slowed(getattr(LocalStore, name)))
+    engine = CountingEngine(0)
+    step = engine.step
+
+    def slow_step():
+        now_s[0] += 0.1
+        return step()
+
+    engine.step = slow_step
+    pool = WorkerPool([engine])
+    assert len(pool.generate(make_requests(8))) == 24
+    by_opening = 2  # the coordinator's, before the worker begins
+    assert calls[:by_opening] == ["delete", "list"] and calls.count("add") == 9  # 8 groups, a promise
+    assert pool.poll_s == pytest.approx(3e-4 * (len(calls) - by_opening))
+    assert pool.driver_s == pytest.approx(24 * 0.1 + 3e-4 * len(calls))
+    assert 0.0 < pool.poll_s / pool.driver_s < 0.01
 
 
 def test_worker_metrics_by_value():

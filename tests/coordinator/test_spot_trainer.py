@@ -168,7 +168,10 @@ def test_a_step_of_the_loop(tmp_path):
     engines = Engines(3)
     trainers = [counting_trainer(accept_lens=[1.0, 2.0, 2.0]), counting_trainer(), counting_trainer()]
     spots = [make_spot(t, worker=i) for i, t in enumerate(trainers)]
+    (tmp_path / "windows_0.jsonl").write_text('{"step": 2}\n{"step": 3}\n{"step')  # of a run that was killed
     online = OnlineDrafter(engines.engines, spots, spots[0].data, engines.load, directory=tmp_path)
+    online.start_step(3)
+    spots[0].data.held_out.start_step(-1)
     spots[0]._on_better = online.take
     online.before_step(engines.engines[2])
     assert engines.loaded == []
@@ -199,9 +202,26 @@ def test_a_step_of_the_loop(tmp_path):
     assert online.finish_step()["drafter/version"] == 1  # nobody trained: nothing new
     online.close()
     rows = [json.loads(line) for line in (tmp_path / "windows_0.jsonl").read_text().splitlines()]
+    assert rows.pop(0) == {"step": 2}
     assert [(r["window_id"], r["worker"], r["num_steps"], r["end"]) for r in rows] == [
         (1, 0, 4, "stopped"),
         (2, 1, 2, "stopped"),
+    ]
+
+
+def test_data_of_checkpoints_that_are_gone_is_removed(tmp_path):
+    """So is what a killed process left half-written; another process's files stay."""
+    spot = make_spot(counting_trainer())
+    online = OnlineDrafter([], [spot], spot.data, lambda *_: None, directory=tmp_path)
+    for name in (".data_0_00000001.safetensors.7.tmp", "data_0_00000001.safetensors", "data_1_00000001.safetensors"):
+        (tmp_path / name).touch()
+    for step, keep in ((2, ()), (3, (2,)), (4, (2, 3))):
+        online.save_data(step, keep)
+    online.save_data(5, (2, 4))
+    online.close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        *(f"data_0_0000000{step}.safetensors" for step in (2, 4, 5)),
+        "data_1_00000001.safetensors",
     ]
 
 

@@ -1,5 +1,7 @@
 """A run whose idle worker trains the drafter: same tokens and rewards, everything accounted for, exact resume."""
 
+import collections
+import itertools
 import json
 import threading
 import time
@@ -93,6 +95,7 @@ def test_idle_time_trains_the_drafter_and_changes_no_token(plain, tmp_path):
         parts = {k: v for k, v in row.items() if k.startswith("time/") and k != "time/step_s"}
         assert min(parts.values()) >= 0.0 and sum(parts.values()) == pytest.approx(row["time/step_s"])
     check_timeline(tmp_path, loop)
+    check_times(tmp_path)
     windows = [json.loads(line) for line in (tmp_path / "drafter" / "windows_0.jsonl").read_text().splitlines()]
     assert {w["step"] for w in windows} == {1, 2} and sum(w["num_steps"] for w in windows) == sum(
         row["drafter/train_steps"] for row in metrics
@@ -140,6 +143,25 @@ def check_timeline(workdir, loop):
         for before, state, after in zip(mine, mine[1:], mine[2:], strict=False):
             assert state != "TRAINING" or (before, after) == ("IDLE", "IDLE")
     assert all((r["window_id"] is None) == (r["state"] != "TRAINING") for r in timeline)
+
+
+def check_times(workdir):
+    """H7: the timeline says what the metrics say, and leaves no second of a worker out."""
+    timeline, metrics = read_jsonl(workdir / "timeline.jsonl"), read_metrics(workdir)
+    spent, begun = collections.Counter(), {}
+    for worker in (0, 1):
+        mine = [r for r in timeline if r["worker"] == worker]
+        begun |= {(worker, r["step"]): r["t_s"] for r in reversed(mine) if r["state"] == "BUSY"}
+        for row, after in itertools.pairwise(mine):
+            spent[row["step"], row["state"]] += after["t_s"] - row["t_s"]
+    for row in metrics:
+        for state in ("busy", "idle", "training"):
+            assert spent[row["step"], state.upper()] == pytest.approx(row[f"worker/{state}_s"], abs=1e-3)
+        assert row["worker/busy_s"] + row["worker/idle_s"] + row["worker/training_s"] <= 2 * row["time/rollout_s"]
+    before_rollout_s = sum(row["time/other_s"] for row in metrics)
+    for worker in (0, 1):  # from one rollout's beginning to the next one's: a step
+        step_s = begun[worker, 2] - begun[worker, 1]
+        assert step_s == pytest.approx(metrics[0]["time/step_s"], rel=0.02, abs=before_rollout_s + 0.05)
 
 
 @pytest.mark.slow

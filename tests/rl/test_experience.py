@@ -8,6 +8,8 @@ import pytest
 from tests.coordinator.engines import CountingEngine
 from tests.tiny_model import LocalRewards
 from tlt_jax.coordinator.runtime import WorkerPool
+from tlt_jax.coordinator.store import LocalStore
+from tlt_jax.rl.advantages import find_constant_groups
 from tlt_jax.rl.evaluate import EvalConfig, evaluate
 from tlt_jax.rl.experience import EVAL_REQUEST_ID, collect, concat, make_requests, rollout_metrics, take_groups
 from tlt_jax.rl.tasks import Prompt
@@ -49,6 +51,24 @@ def test_scores_lie_beside_their_responses(num_workers):
     np.testing.assert_allclose(scored.rewards, [40.07, 41.07, 42.03, 43.03, 44.07, 45.07], rtol=1e-6)
     assert [c.prompt_id for c in scored.completions] == [7, 7, 3, 3, 7, 7]
     assert scored.rewards_PR.shape == (3, 2) and scored.reward_status == ("ok",) * 6
+
+
+def test_processes_decide_alike_whatever_their_own_share_says(job):
+    """E1, E9: whether another batch is drawn follows from everybody's rewards, which all have."""
+    store, shares = LocalStore(), {}
+
+    def process(group):
+        engine = CountingEngine(group.index, rows=1, step_s=0.03)
+        workers = WorkerPool([engine], store=store, num_workers=2, is_leader=group.is_first)
+        rewards = LocalRewards(lambda text, _: min(int(text), 43))  # the last group scores alike
+        requests = make_requests(PROMPTS, 2, SAMPLING, 40)
+        scored = collect(workers, rewards, PROMPTS, requests, lambda ids: str(ids[0]), group=group)
+        shares[group.index] = engine.num_done
+        return scored.rewards.tolist(), find_constant_groups(scored.rewards_PR).tolist()
+
+    (ours, theirs), _ = job(process)
+    assert ours == theirs == ([40.0, 41.0, 42.0, 43.0, 43.0, 43.0], [False, False, True])
+    assert sorted(shares) == [0, 1] and sum(shares.values()) == 6 and min(shares.values()) > 0
 
 
 def test_groups_are_taken_and_joined_whole():

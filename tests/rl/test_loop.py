@@ -2,6 +2,7 @@
 
 import gc
 import re
+import time
 
 import jax
 import numpy as np
@@ -167,6 +168,25 @@ def test_metrics_have_the_promised_names_and_phases_add_up(straight):
         assert (row["rl/ratio_mean"], row["rl/ratio_max"], row["reward/errors"]) == (1.0, 1.0, 0)
         assert row["rollout/tokens"] == row["rl/valid_tokens"] == sum(r[4] for r in rows(workdir)[row["step"]])
     assert loop.reporter.phases[-2:] == [(4, "done"), (0, "closed")]
+
+
+def test_steps_follow_each_other_without_a_gap(config, tmp_path):
+    """H7: a second that is spent on writing a step down is the next step's."""
+    loop = make_loop(with_steps(config, 3) | {"eval": {}}, tmp_path, LocalRewards(digits))
+    write, lost_s = loop.metrics.write, 0.5
+
+    def slow_write(step, metrics):
+        time.sleep(lost_s)
+        return write(step, metrics)
+
+    loop.metrics.write = slow_write
+    start_s = time.perf_counter()
+    loop.run()
+    run_s = time.perf_counter() - start_s
+    loop.close()
+    steps = read_metrics(tmp_path)
+    assert [row["time/other_s"] >= lost_s for row in steps] == [False, True, True]
+    assert sum(row["time/step_s"] for row in steps) <= run_s - lost_s  # writing the last one down is in none
 
 
 def test_rollouts_use_the_newest_weights_and_say_so(straight):

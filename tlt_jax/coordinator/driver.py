@@ -23,7 +23,7 @@ from typing import Protocol
 from tlt_jax.coordinator import agent as agents
 from tlt_jax.coordinator.agent import Agent
 from tlt_jax.coordinator.messages import Directive, Lost, Report, WindowEnd, from_json, to_json
-from tlt_jax.coordinator.store import Store, TimedStore
+from tlt_jax.coordinator.store import TimedStore
 from tlt_jax.coordinator.work import WorkQueue
 from tlt_jax.rollout.engine import Progress, RolloutEngine
 from tlt_jax.types import Completion
@@ -57,7 +57,7 @@ class Job:
 
     rollout: int
     root: str  # of the rollout's keys
-    store: Store
+    store: TimedStore  # of the queue too
     queue: WorkQueue
     num_workers: int  # in all processes
     on_sent: Callable[[], None]  # a report is in the store
@@ -67,7 +67,7 @@ class Job:
     completions: dict[int, Completion] = dataclasses.field(default_factory=dict)
     failure: BaseException | None = None  # of this process
     left_s: float | None = None  # when the last driver of this process had left
-    poll_s: float = 0.0  # spent in calls of the store, by all drivers
+    poll_s: float = 0.0  # spent on messages, by all drivers
     lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
     progress: dict[int, Progress] = dataclasses.field(default_factory=dict)
 
@@ -101,7 +101,6 @@ class Driver:
     def __init__(self, engine: RolloutEngine, job: Job, trainer: Trainer | None):
         self.engine, self.job, self.trainer = engine, job, trainer
         self.agent = Agent(worker=engine.worker, rollout=job.rollout)
-        self._store = TimedStore(job.store)
         self._num_done = 0
         self._promise: int | None = None
         self._looked_s = time.perf_counter()
@@ -117,7 +116,7 @@ class Driver:
             if self.engine.has_work:
                 self.engine.abort()
             with self.job.lock:
-                self.job.poll_s += self._store.spent()[1]
+                self.job.poll_s += self.job.store.spent()[1]
 
     def _serve(self) -> None:
         while self._decode():
@@ -207,6 +206,17 @@ class Driver:
             self._say(agents.end_window(self.agent, end))
 
     def _ask(self) -> WindowEnd | None:
+        """Why the window has to end; None where it may go on. Raises nothing: the trainer would take it for its own."""
+        try:
+            return self._why_stop()
+        except BaseException as error:  # raised again by the thread that waits for the drivers
+            self.job.fail(error)
+            return WindowEnd.STOPPED
+
+    def _why_stop(self) -> WindowEnd | None:
+        if time.perf_counter() - self._looked_s >= POLL_S:
+            self._looked_s = time.perf_counter()
+            self.job.report(self.engine, [])  # a window may last for hours: says that this worker is well
         self._read()
         if self._must_leave or not self.agent.may_train:
             return WindowEnd.STOPPED
@@ -220,8 +230,8 @@ class Driver:
         self._send(report, report.seq)
 
     def _send(self, message: Report | Lost, seq: int) -> None:
-        self._store.set(f"{self.job.root}/report/{self.engine.worker}/{seq}", to_json(message))
-        self.job.on_sent()
+        self.job.store.set(f"{self.job.root}/report/{self.engine.worker}/{seq}", to_json(message))
+        self.job.store.timed(self.job.on_sent)
 
     def _lose(self, error: BaseException) -> None:
         """Tells the coordinator; what is in the way of that is not worth more than the error itself."""
@@ -237,7 +247,7 @@ class Driver:
         while True:
             newest = self.agent.newest
             version = 1 if newest is None else newest.version + 1
-            text = self._store.get(f"{self.job.root}/directive/{self.engine.worker}/{version}", timeout_s)
+            text = self.job.store.get(f"{self.job.root}/directive/{self.engine.worker}/{version}", timeout_s)
             if text is None:
                 return
             message = from_json(text)

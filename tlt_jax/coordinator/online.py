@@ -17,7 +17,7 @@ import json
 import pathlib
 import threading
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from typing import IO, Any
 
 import jax
 import numpy as np
@@ -27,6 +27,7 @@ from tlt_jax.coordinator.spot_trainer import Data, SpotTrainer, Window
 from tlt_jax.coordinator.weights import merge
 from tlt_jax.drafter import buffer_file
 from tlt_jax.drafter.train import DraftState
+from tlt_jax.metrics import keep_rows_before
 from tlt_jax.rollout.engine import RolloutEngine
 from tlt_jax.sharding import Versioned
 from tlt_jax.types import Params
@@ -62,11 +63,9 @@ class OnlineDrafter:
         self._load = load
         self._best: Versioned | None = None  # of this process in this step
         self._loaded: dict[int, Versioned] = {}
-        self._records, self._directory = None, directory
+        self._records: IO[str] | None = None
+        self._directory = directory
         self._writer: threading.Thread | None = None
-        if directory is not None:
-            directory.mkdir(parents=True, exist_ok=True)
-            self._records = open(directory / f"windows_{jax.process_index()}.jsonl", "a")
 
     def warm_up(self) -> None:
         """Compiles what windows need, so that the first one is not spent on that; engines have their weights."""
@@ -88,6 +87,8 @@ class OnlineDrafter:
 
     def start_step(self, step: int) -> None:
         """Before the step's first rollout."""
+        if self._directory is not None and self._records is None:
+            self._records = _open_records(self._directory / f"windows_{jax.process_index()}.jsonl", step)
         self.data.start_step(step)
         self.num_swaps = 0
 
@@ -129,9 +130,11 @@ class OnlineDrafter:
             return
         self.data.start_step(step + 1)
         self._join()
-        for path in self._directory.glob(_data_name("*")):
-            if int(path.stem.rpartition("_")[2]) not in {step, *keep}:
-                path.unlink()
+        names = {_data_name(f"{s:08d}") for s in {step, *keep}}
+        for pattern in (_data_name("*"), f".{_data_name('*')}.*.tmp"):  # the second: a process was killed in mid-write
+            for path in self._directory.glob(pattern):
+                if path.name not in names:
+                    path.unlink()
         saved = {name: buffer.get_state() for name, buffer in self.data.buffers.items()}
         path = self._directory / _data_name(f"{step:08d}")
         self._writer = threading.Thread(target=_write_data, args=(path, saved), name="drafter-data")
@@ -182,6 +185,13 @@ class OnlineDrafter:
             spot.close()
         if self._records is not None:
             self._records.close()
+
+
+def _open_records(path: pathlib.Path, first_step: int) -> IO[str]:
+    """Windows of `first_step` and later are left over from a run that is resumed before them."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    keep_rows_before(path, first_step)
+    return open(path, "a")
 
 
 def _data_name(step: str) -> str:

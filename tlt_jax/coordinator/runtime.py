@@ -40,7 +40,7 @@ from tlt_jax.coordinator.messages import (
     to_json,
 )
 from tlt_jax.coordinator.state import CoordinatorConfig, start, time_in_states, transition
-from tlt_jax.coordinator.store import LocalStore, Store
+from tlt_jax.coordinator.store import LocalStore, Store, TimedStore
 from tlt_jax.coordinator.work import WorkQueue, make_groups
 from tlt_jax.rollout.engine import RolloutEngine
 from tlt_jax.sharding import Versioned
@@ -143,7 +143,7 @@ class WorkerPool:
         self.num_workers = len(engines) if num_workers is None else num_workers
         self.trainers: Mapping[int, Trainer] = {}  # by worker; those without one do not train
         self.before_step: Callable[[RolloutEngine], None] | None = None  # called in the engine's own thread
-        self.poll_s = 0.0  # spent by all workers of this process in looking at messages, so far
+        self.poll_s = 0.0  # spent on messages so far, by all workers of this process
         self.driver_s = 0.0  # in rollouts, of all workers of this process
         self._is_shared = store is not None
         self._store = LocalStore() if store is None else store
@@ -210,11 +210,12 @@ class WorkerPool:
             raise ValueError("requests: got a request id twice, expected distinct ids (they seed the noise)")
         self._rollout += 1
         train = train and bool(self.trainers)
+        store = TimedStore(self._store)
         job = Job(
             rollout=self._rollout,
             root=_root(self._rollout),
-            store=self._store,
-            queue=WorkQueue(self._store, _root(self._rollout), make_groups(requests, expected_lens)),
+            store=store,
+            queue=WorkQueue(store, _root(self._rollout), make_groups(requests, expected_lens)),
             num_workers=self.num_workers,
             on_sent=self.coordinator.listen if self.coordinator is not None else lambda: None,
             on_done=on_done,

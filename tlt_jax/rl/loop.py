@@ -17,7 +17,8 @@ Invariants:
   - Collectives are entered by the loop's thread alone, in the order of the steps above.
   - A run that was stopped anywhere and resumed continues token for token: everything that step s depends on is either
     derived from (config, s) or in the checkpoint of s-1.
-  - The sum of the phases of a step is its wall time, `time/other_s` included.
+  - The sum of the phases of a step is its wall time, `time/other_s` included. A step begins where the one before ended:
+    what it takes to write a step's metrics down is in the next one's `time/other_s`.
 """
 
 from __future__ import annotations
@@ -158,7 +159,7 @@ class TrainLoop:
     def __post_init__(self):
         self._compiles = CompileCounter()
         self._lengths = LengthHistory()
-        self._start_s = time.perf_counter()
+        self._start_s = self._begun_s = time.perf_counter()
         if self.workers.coordinator is not None:
             self.workers.coordinator.on_change = self._on_change
 
@@ -172,6 +173,7 @@ class TrainLoop:
         self.step = self.first_step - 1
         if self.first_step == 1 and self._evaluates(0):
             self.metrics.write(0, self._evaluate(0))
+        self._begun_s = time.perf_counter()
         for step in range(self.first_step, self.config.num_steps + 1):
             self.step = step
             last = self._step(step)
@@ -180,7 +182,7 @@ class TrainLoop:
         return last
 
     def _step(self, step: int) -> dict[str, float]:
-        clock, start_s = _PhaseClock(), time.perf_counter()
+        clock, start_s = _PhaseClock(), self._begun_s
         before, arms, seconds = self._compiles.read(), self.workers.arm_counts(), dict(self.workers.seconds)
         poll_s, driver_s = self.workers.poll_s, self.workers.driver_s
         self._phase(step, "rollout")
@@ -215,7 +217,8 @@ class TrainLoop:
         counts |= {"poll_s": self.workers.poll_s - poll_s, "driver_s": self.workers.driver_s - driver_s}
         out |= sum_over_processes(counts | memory_metrics(), self.group)
         out["worker/poll_frac"] = out.pop("poll_s") / max(out.pop("driver_s"), 1e-9)
-        out |= self._times(out, clock, time.perf_counter() - start_s)
+        self._begun_s = time.perf_counter()
+        out |= self._times(out, clock, self._begun_s - start_s)
         self.metrics.write(step, out)
         self.reporter.done(step, out)
         return out
