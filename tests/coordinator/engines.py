@@ -108,8 +108,10 @@ def run_process(address, index, fails):
     except RuntimeError as error:
         said["error"] = f"{type(error).__name__}: {error}"
     said |= {"poll_s": pool.poll_s, "seconds": dict(pool.seconds), "changes": changes}
-    if not fails:
-        time.sleep(0.3)  # the leader hears that all have left
+    deadline_s = time.monotonic() + 30.0
+    while not fails and pool.coordinator is not None and pool.coordinator.is_in_progress(2):
+        assert time.monotonic() < deadline_s, "the leader does not hear that all have left"
+        time.sleep(0.02)
     print(json.dumps(said))
 
 
